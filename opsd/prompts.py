@@ -1,9 +1,10 @@
 """All prompt text and its rendering to token ids: the only place where the words of a prompt stand.
 
-Between `data.py` (rows) and `rollout.py` / `trainer.py` (token ids); evaluation and the baselines use the same functions.
-The student (arXiv 2601.18734) sees the problem; the teacher sees the problem and the privileged context; the evaluation
-prompt is the student's without the `Problem: ` label, as published. Imports neither torch nor transformers: a tokenizer is
-passed in, and only its `apply_chat_template`, `encode`, `chat_template` and `name_or_path` are used.
+Between `data.py` (rows) and `rollout.py` / `trainer.py` (token ids); evaluation and the baselines call the same
+functions. The student (arXiv 2601.18734) sees the problem; the teacher sees the problem and the privileged context;
+the evaluation prompt is the student's without the `Problem: ` label, as published. Imports neither torch nor
+transformers: a tokenizer is passed in, and only `apply_chat_template`, `encode`, `chat_template` and `name_or_path` of
+it are used.
 """
 
 import re
@@ -16,8 +17,8 @@ REFERENCE_ONLY_INTRO = "Here is a reference solution to a problem that is not sh
 REFERENCE_BEGIN = "[begin reference solution]"
 REFERENCE_END = "[end reference solution]"
 TRANSITION = (
-    "Study the reference solution until you understand why each step holds, then put it aside. Do not copy or restate it: "
-    "solve the problem yourself, in your own way, and derive the answer from your own reasoning."
+    "Study the reference solution until you understand why each step holds, then put it aside. Do not copy or restate "
+    "it: solve the problem yourself, in your own way, and derive the answer from your own reasoning."
 )
 ANALYSIS_REQUEST = (
     "Before you solve anything, explain to yourself how the reference solution works: its key idea, and why each step "
@@ -26,11 +27,13 @@ ANALYSIS_REQUEST = (
 
 TEACHER_PREFIXES = ("none", "open_think", "empty_think")
 
-# A tag with its closing form, in the spellings chat templates use: <think></think>, [THINK][/THINK], <|think|><|/think|>.
+# A tag with its closing form, as chat templates spell it: <think></think>, [THINK][/THINK], <|think|><|/think|>.
 _OPEN_TAG = r"(?P<open>[<\[]\|?(?P<name>[\w-]+)\|?[>\]])"
 _CLOSE_TAG = r"(?P<close>[<\[]\|?/(?P=name)\|?[>\]])"
 _EMPTY_BLOCK_AT_END = re.compile(_OPEN_TAG + r"\s*" + _CLOSE_TAG + r"\s*\Z")
-_OPEN_BLOCK_AT_END = re.compile(r"(?P<open>[<\[]\|?[\w-]*(?:think|thought|reason)[\w-]*\|?[>\]])\s*\Z", re.IGNORECASE)
+_OPEN_BLOCK_AT_END = re.compile(
+    r"(?P<open>[<\[]\|?(?!end)[\w-]*(?:think|thought|reason)[\w-]*\|?[>\]])\s*\Z", re.IGNORECASE
+)
 
 
 def student_messages(problem: str) -> list[dict]:
@@ -58,7 +61,7 @@ def analysis_messages(problem: str, privileged_context: str, *, include_problem:
 def reason_first_messages(
     problem: str, privileged_context: str, analysis: str, *, include_problem: bool = True
 ) -> list[dict]:
-    """`reason_first`, the scoring prompt: turn one, the teacher's `analysis` as its own turn, then transition and task."""
+    """`reason_first`, the scoring prompt: turn one, the teacher's `analysis` as its turn, then transition and task."""
     return [
         *analysis_messages(problem, privileged_context, include_problem=include_problem),
         {"role": "assistant", "content": _text(analysis, "analysis")},
@@ -67,7 +70,7 @@ def reason_first_messages(
 
 
 def render_text(tokenizer, messages: list[dict], *, enable_thinking: bool, prefix: str = "") -> str:
-    """The prompt as the model sees it, generation prompt included; for logs and for `render_ids`, never for the engine."""
+    """The prompt as the model sees it, generation prompt included: for logs; the engine gets `render_ids`."""
     return _apply(tokenizer, messages, tokenize=False, enable_thinking=enable_thinking) + prefix
 
 
@@ -86,8 +89,8 @@ def render_ids(tokenizer, messages: list[dict], *, enable_thinking: bool, prefix
 def check_thinking_switch(tokenizer, student_thinking: bool, teacher_thinking: bool) -> None:
     """Refuse thinking modes that the tokenizer's chat template cannot render.
 
-    Three kinds of template exist: with the `enable_thinking` switch (Qwen3), without it and never thinking (SmolLM2), and
-    without it and always opening the thinking block (R1-distill). Only the first can give the two roles different modes.
+    Three kinds of template exist: with the `enable_thinking` switch (Qwen3), without it and never thinking (SmolLM2),
+    and without it and always opening the thinking block (R1-distill). Only the first can give the roles two modes.
     """
     probe = student_messages("1 + 1")
     on = render_text(tokenizer, probe, enable_thinking=True)
@@ -134,8 +137,8 @@ def teacher_prefix_text(
     tags = think_tags or find_think_tags(tokenizer)
     if tags is None:
         raise ValueError(
-            f"teacher_prefix={teacher_prefix}: the chat template of {_name(tokenizer)} writes no empty thinking block to "
-            "take the tags from; give think_tags, or use teacher_prefix=none"
+            f"teacher_prefix={teacher_prefix}: the chat template of {_name(tokenizer)} writes no empty thinking block "
+            "to take the tags from; give think_tags, or use teacher_prefix=none"
         )
     prompt = render_text(tokenizer, student_messages("1 + 1"), enable_thinking=teacher_thinking).rstrip()
     if prompt.endswith(tags):
@@ -170,7 +173,8 @@ def _apply(tokenizer, messages: list[dict], *, tokenize: bool, enable_thinking: 
 
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"tokenizer {_name(tokenizer)} has no chat template; use an instruction-tuned model, or save a template with it"
+            f"tokenizer {_name(tokenizer)} has no chat template; use an instruction-tuned model, "
+            "or save a template with the tokenizer"
         )
     try:
         return tokenizer.apply_chat_template(
