@@ -93,8 +93,8 @@ def test_reason_first_golden():
     first = prompts.analysis_messages("P?", "R.")
     assert content(first) == (
         "Problem: P?\n\nHere is a reference solution to this problem.\n[begin reference solution]\nR.\n"
-        "[end reference solution]\n\nBefore you solve anything, explain to yourself how the reference solution works: its "
-        "key idea, and why each step holds. Write notes only; do not solve the problem yet."
+        "[end reference solution]\n\nBefore you solve anything, explain to yourself how the reference solution works: "
+        "its key idea, and why each step holds. Write notes only; do not solve the problem yet."
     )
     scoring = prompts.reason_first_messages("P?", "R.", "notes")
     assert scoring[:2] == [*first, {"role": "assistant", "content": "notes"}]
