@@ -51,7 +51,9 @@ class DataArgs:
         None, "Local training rows: .jsonl, .json, .parquet or a folder written by datasets.save_to_disk."
     )
     world: str = _option(
-        "none", "Built-in model and data made on first use: the tiny world, its swapped control, or SmolLM2; none = off.", WORLDS
+        "none",
+        "Built-in model and data made on first use: the tiny world, its swapped control, or SmolLM2; none = off.",
+        WORLDS,
     )
     world_seed: int = _option(0, "Seed of the tiny world's problems and pretraining.")
     privileged_column: str = _option("solution", "Column that only the teacher sees.")
@@ -60,7 +62,9 @@ class DataArgs:
     )
     min_trace_tokens: int = _option(0, "Smallest generated_token_count kept, in tokens; 0 = keep all rows.")
     on_bad_row: str = _option(
-        "error", "A row without problem, privileged context or a needed column: stop, or drop and count it.", ("error", "drop")
+        "error",
+        "A row without problem, privileged context or a needed column: stop, or drop and count it.",
+        ("error", "drop"),
     )
     overlong: str = _option(
         "error", "A prompt longer than its limit: stop, or drop and count it. Never cut.", ("error", "drop")
@@ -74,7 +78,9 @@ class DataArgs:
     def __post_init__(self):
         given = [name for name in ("dataset_name", "train_file") if getattr(self, name)]
         if self.world in ("tiny", "tiny_swapped"):
-            _check(not given, f"{' and '.join(given)} contradict world={self.world}, which brings its own rows; remove one")
+            _check(
+                not given, f"{' and '.join(given)} contradict world={self.world}, which brings its own rows; remove one"
+            )
         elif self.world == "smollm2":
             _check("dataset_name" not in given, "dataset_name contradicts world=smollm2; give train_file")
             _check("train_file" in given, "world=smollm2 needs train_file, the rows to train on")
@@ -115,7 +121,9 @@ class OPSDConfig(TrainingArguments):
     output_dir: str = _option("runs/opsd", "Folder for checkpoints, the final adapter, metrics.jsonl and run.json.")
     logging_steps: float = _option(1, "Steps between two log lines.")
     remove_unused_columns: bool = _option(False, "Kept false: the collator reads our own columns.")
-    report_to: list[str] | None = _option(None, "Trackers besides metrics.jsonl: tensorboard, wandb, trackio; none = off.")
+    report_to: list[str] | None = _option(
+        None, "Trackers besides metrics.jsonl: tensorboard, wandb, trackio; none = off."
+    )
     gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass; false = keep them.")
     bf16: bool | None = _option(None, "bf16 autocast; unset = on when the model is loaded in bfloat16.")
 
@@ -136,7 +144,9 @@ class OPSDConfig(TrainingArguments):
     )
     vllm_load_format: str = _option("auto", "vLLM's load_format; dummy = random weights, for benchmarks.")
     rollout_sync: str = _option(
-        "adapter", "What the engine serves: the native adapter, or weights merged in the model's dtype.", ("adapter", "merged")
+        "adapter",
+        "What the engine serves: the native adapter, or weights merged in the model's dtype.",
+        ("adapter", "merged"),
     )
 
     # teacher
@@ -147,13 +157,17 @@ class OPSDConfig(TrainingArguments):
     beta: float = _option(0.0, "0 = KL(teacher||student), 1 = KL(student||teacher), between = generalised JSD.")
     distill_temperature: float = _option(1.0, "Temperature of both softmaxes in the divergence.")
     entry_clip: float = _option(math.inf, "Cap of one vocabulary entry (clip_mode entry) or token, in nats; inf = off.")
-    clip_mode: str = _option("entry", "What entry_clip caps: entry, token, direction (scaled gradient), none.", CLIP_MODES)
+    clip_mode: str = _option(
+        "entry", "What entry_clip caps: entry, token, direction (scaled gradient), none.", CLIP_MODES
+    )
     loss_backend: str = _option("auto", "Implementation of the fused divergence.", ("auto", "torch", "triton"))
     logits_dtype: str = _option("float32", "Precision of the logits in the loss.", ("float32", "bfloat16"))
 
     # layout
     packing: str = _option(
-        "auto", "Sequences of a micro-batch in one row without padding: auto = where attention allows.", ("auto", "true", "false")
+        "auto",
+        "Sequences of a micro-batch in one row without padding: auto = where attention allows.",
+        ("auto", "true", "false"),
     )
     position_gap: bool = _option(False, "Right-pad prompts and leave the published gap in the positions (ablation).")
 
@@ -193,7 +207,10 @@ class OPSDConfig(TrainingArguments):
             not (self.position_gap and self.packing == "true"),
             "position_gap=true contradicts packing=true: the gap comes from right padding; set packing=auto",
         )
-        _check(0 <= self.wavg_last <= self.max_steps, f"wavg_last={self.wavg_last} must be in [0, max_steps={self.max_steps}]")
+        _check(
+            0 <= self.wavg_last <= self.max_steps,
+            f"wavg_last={self.wavg_last} must be in [0, max_steps={self.max_steps}]",
+        )
         if self.report_to is None:
             self.report_to = ["none"]
         super().__post_init__()
@@ -209,7 +226,9 @@ class EvalRegime:
     top_k: int = _option(0, "Candidates kept per token; 0 = off.")
     max_new_tokens: int = _option(38912, "New tokens per completion.")
     thinking: bool = _option(True, "Chat template's enable_thinking in the evaluation prompt.")
-    problem_prefix: bool = _option(False, "Put `Problem: ` before the problem, as in training; the published evaluator does not.")
+    problem_prefix: bool = _option(
+        False, "Put `Problem: ` before the problem, as in training; the published evaluator does not."
+    )
     seed: int = _option(42, "Run seed; each sample's seed is derived from it, the problem and the sample's index.")
     kv_cache_dtype: str = _option("auto", "Precision of the KV cache: auto = the model's, or fp8.", ("auto", "fp8"))
     box_policy: str = _option(
@@ -228,7 +247,11 @@ class EvalRegime:
 def _handoff_fields() -> list[tuple]:
     """EvalRegime's fields as training arguments, each behind EVAL_PREFIX, with the same defaults and help texts."""
     own = [
-        ("eval_benchmark", str | None, _option(None, "Benchmark of the hand-off: a name or a local file; unset = the world's, or aime24.")),
+        (
+            "eval_benchmark",
+            str | None,
+            _option(None, "Benchmark of the hand-off: a name or a local file; unset = the world's, or aime24."),
+        ),
         ("eval_max_problems", int | None, _option(None, "Use only the first N problems in the hand-off; unset = all.")),
     ]
     return own + [
@@ -238,7 +261,9 @@ def _handoff_fields() -> list[tuple]:
 
 HandoffArgs = dataclasses.make_dataclass("HandoffArgs", _handoff_fields())
 HandoffArgs.__module__ = __name__
-HandoffArgs.__doc__ = "The evaluation that opsd_train.py hands off to: a benchmark, and EvalRegime behind the prefix `eval_`."
+HandoffArgs.__doc__ = (
+    "The evaluation that opsd_train.py hands off to: a benchmark, and EvalRegime behind the prefix `eval_`."
+)
 
 
 def eval_regime(handoff) -> EvalRegime:

@@ -45,11 +45,17 @@ def write_json(path: Path, obj: object) -> None:
     write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def append_jsonl(handle: IO[str], obj: object) -> None:
-    """Appends one line to an open text file and makes it durable."""
+def append_jsonl(handle: IO[str], obj: object, *, durable: bool = True) -> None:
+    """Appends one line to an open text file; `durable` also waits until it is on disk."""
     handle.write(json.dumps(obj, ensure_ascii=False, allow_nan=False) + "\n")
     handle.flush()
-    os.fsync(handle.fileno())
+    if durable:
+        os.fsync(handle.fileno())
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> None:
+    """Replaces a JSONL file by `records`, atomically."""
+    write_text(path, "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records))
 
 
 def open_append_jsonl(path: Path) -> IO[str]:
@@ -85,7 +91,9 @@ def read_jsonl(path: Path) -> list[dict]:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}:{number} is not JSON ({error}); remove or repair the line") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number} is {type(record).__name__}, not an object; one JSON object per line is needed")
+            raise ValueError(
+                f"{path}:{number} is {type(record).__name__}, not an object; one JSON object per line is needed"
+            )
         records.append(record)
     return records
 
@@ -132,6 +140,31 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def library_environment(cores: int) -> dict[str, str]:
+    """Environment defaults for the libraries, to be set before they are imported.
+
+    No telemetry leaves; vLLM runs in this process (needed to share a GPU); without a GPU its torch.compile of the sampler is switched
+    off, which makes small models ten times slower for minutes (DESIGN.md section 7).
+    """
+    values = {
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if not hardware()["gpus"]:
+        values |= {
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": str(cores),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+    return values
 
 
 def hardware() -> dict:

@@ -1,0 +1,1 @@
+"""Trainer callbacks, one per file; attached by `opsd_train.py` alone."""

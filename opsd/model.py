@@ -1,0 +1,147 @@
+"""The student: base model + LoRA adapter, its output projection, and the hash that proves that the base never moved.
+
+Data flow: ModelConfig -> `load_student` -> opsd/trainer.py. The loss works on hidden states (opsd/fused_divergence.py), so `HiddenTap` makes
+the model's forward stop before the output projection.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from peft import PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import ModelConfig, get_peft_config
+
+from opsd.adapter import refuse_unservable
+from opsd.runinfo import sha256_tensors
+
+logger = logging.getLogger(__name__)
+
+
+def check_model_args(model_args: ModelConfig) -> None:
+    """Refuses, by name and before anything loads, what the method or the engine cannot honour. Raises ValueError."""
+    if not model_args.model_name_or_path:
+        raise ValueError("model_name_or_path is not given; name a hub id or a local folder")
+    if not model_args.use_peft:
+        raise ValueError(
+            "use_peft=false must be true: the student is a LoRA adapter and the teacher is the base without it"
+        )
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model_args, name):
+            raise ValueError(f"{name}=true must be false: the engine would sample from other weights than are trained")
+    if model_args.lora_r <= 0:
+        raise ValueError(f"lora_r={model_args.lora_r} must be > 0")
+    if not model_args.lora_target_modules:
+        raise ValueError("lora_target_modules is not given; name the projections, e.g. q_proj k_proj v_proj o_proj")
+    if not 0 <= model_args.lora_dropout < 1:
+        raise ValueError(f"lora_dropout={model_args.lora_dropout} must be in [0, 1)")
+    refuse_unservable(
+        {
+            "use_dora": model_args.use_dora,
+            "modules_to_save": model_args.lora_modules_to_save,
+            "target_modules": model_args.lora_target_modules,
+            "target_parameters": model_args.lora_target_parameters,
+        },
+        "the adapter",
+    )
+
+
+def load_config(name_or_path: str, revision: str = "main"):
+    """The transformers config of a hub id or local folder. Raises FileNotFoundError with one line when there is none."""
+    if looks_local(name_or_path) and not Path(name_or_path).is_dir():
+        raise FileNotFoundError(
+            f"model_name_or_path={name_or_path} does not exist; give a folder with a config.json or a hub id"
+        )
+    try:
+        return AutoConfig.from_pretrained(name_or_path, revision=revision)
+    except (OSError, HFValidationError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"model_name_or_path={name_or_path} could not be read ({first}); check the name or the network"
+        ) from None
+
+
+def looks_local(name_or_path: str) -> bool:
+    """Whether the text is meant as a path: absolute, relative with a dot, or more than one slash."""
+    return name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1
+
+
+def load_tokenizer(name_or_path: str, revision: str = "main") -> PreTrainedTokenizerBase:
+    """The tokenizer; one without an end token is refused. The pad token only fills padded batches and is never compared with."""
+    load_config(name_or_path, revision)
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of model_name_or_path={name_or_path} has no end token (eos); set one in its config"
+        )
+    return tokenizer
+
+
+def load_student(
+    model_args: ModelConfig, *, attn_implementation: str | None, seed: int, device: str | torch.device
+) -> PeftModel:
+    """Base model in `model_args.dtype` with a fresh float32 LoRA adapter (B = 0, so that the student starts as the base).
+
+    Raises ValueError when a target module does not exist in the model.
+    """
+    check_model_args(model_args)
+    load_config(model_args.model_name_or_path, model_args.model_revision)
+    dtype = "auto" if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
+    base = AutoModelForCausalLM.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+    ).to(device)
+    base.config.use_cache = False
+    torch.manual_seed(seed)
+    model = get_peft_model(base, get_peft_config(model_args))
+    refuse_unsupported_head(base)
+    return model
+
+
+def refuse_unsupported_head(base: PreTrainedModel) -> None:
+    """Raises ValueError for output layers whose logits are more than hidden states times a matrix plus a bias."""
+    head = base.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(f"the output projection is {type(head).__name__}; only a linear layer is supported")
+    text = base.config.get_text_config().to_dict()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if text.get(name):
+            raise ValueError(f"{name}={text[name]} in the model's config is not supported by the trainer")
+
+
+def base_hash(model: PeftModel) -> str:
+    """sha256 over every weight that is not the adapter's, in name order: equal at both ends of a run, or the teacher moved."""
+    named = ((n, p) for n, p in model.named_parameters() if ".lora_" not in n)
+    return sha256_tensors(sorted(named, key=lambda item: item[0]))
+
+
+class HiddenTap:
+    """Lets a causal language model's forward return selected hidden states in place of logits.
+
+    Inside `selecting(keep)` the output projection is skipped and the forward's `logits` are the final hidden states at the flat
+    positions `keep`, shape (N, H). The call still goes through every wrapper (DDP, DeepSpeed), so gradients synchronise as usual.
+    """
+
+    def __init__(self, base: PreTrainedModel):
+        self.head = base.get_output_embeddings()
+        self._project = self.head.forward
+        self._keep: torch.Tensor | None = None
+        self.head.forward = self._forward
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (B, L, H)
+        if self._keep is None:
+            return self._project(hidden)
+        return hidden.flatten(0, 1).index_select(0, self._keep)  # (N, H)
+
+    @contextmanager
+    def selecting(self, keep: torch.Tensor) -> Iterator[None]:
+        self._keep = keep
+        try:
+            yield
+        finally:
+            self._keep = None

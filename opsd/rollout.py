@@ -1,0 +1,246 @@
+"""Engines that sample completions: vLLM in this process, vLLM servers, or transformers. Token ids in, token ids out.
+
+Data flow: prompt ids (opsd/prompts.py) -> Rollout -> opsd/batch.py and opsd/evaluation.py. One interface, three implementations:
+`generate`, `stream` (as completions finish), `sync` (serve the adapter of a step), `close`. What an engine serves is always named: the
+base model or the adapter of one optimizer step, never whatever was loaded before (DESIGN.md section 3.1).
+"""
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd.adapter import check_adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How to sample. `top_p` 1.0 and `top_k` 0 are off; `temperature` 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion.
+
+    `completion_ids` holds the end token when the model stopped by itself. `per_token_logps` are the sampler's own log-probabilities in
+    nats, after temperature, top-k and top-p, renormalised on what they keep.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    per_token_logps: tuple[float, ...]
+    finish_reason: str  # "stop" or "length"
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 31-bit seed from any parts, e.g. (run seed, step, example id): the same on every machine and for every rank layout."""
+    digest = hashlib.sha256("\x1f".join(str(p) for p in parts).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+class VLLMEngine:
+    """vLLM in this process. Adapters are served natively (never merged), each sync under a name and id of its own."""
+
+    CANARY_PATIENCE = 5  # syncs of changed adapters in a row that may leave the canary's log-probabilities untouched
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        canary_ids: list[int],
+        max_model_len: int,
+        dtype: str,
+        max_num_seqs: int,
+        gpu_memory_utilization: float,
+        max_lora_rank: int | None,
+        enforce_eager: bool = False,
+        sleep: bool = False,
+        load_format: str = "auto",
+        kv_cache_dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+    ):
+        from vllm import LLM
+
+        lora = {}
+        if max_lora_rank is not None:
+            lora = {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_cpu_loras": 1,
+                "max_lora_rank": vllm_lora_rank(max_lora_rank),
+            }
+        self._llm = LLM(
+            model=str(model_path),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            enable_sleep_mode=sleep,
+            load_format=load_format,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # sampling settings come from the caller alone
+            **lora,
+        )
+        self._sleep = sleep
+        self._canary_ids = list(canary_ids)
+        self._lora_request = None
+        self._lora_enabled = max_lora_rank is not None
+        self._request_numbers = itertools.count()
+        self._canary: tuple[str, tuple[float, ...]] | None = None
+        self._unchanged = 0
+        self.served = "base model"
+
+    def sync(self, adapter_dir: Path | None, step: int) -> None:
+        """Serves the adapter in `adapter_dir` as the one of optimizer step `step` (None = the base model) and proves it.
+
+        Raises ValueError for a folder that is not a complete adapter, RuntimeError when changed adapters keep leaving the engine's
+        output on the canary prompt bit-for-bit the same.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if self._sleep:
+            self._llm.wake_up()
+        if adapter_dir is None:
+            self._lora_request, digest, norm = None, "base", 0.0
+            self.served = "base model"
+        else:
+            if not self._lora_enabled:
+                raise RuntimeError(f"adapter_dir={adapter_dir} cannot be served: the engine was built without LoRA")
+            digest, norm = check_adapter(adapter_dir)
+            if self._lora_request is not None:
+                self._llm.llm_engine.remove_lora(self._lora_request.lora_int_id)
+            number = next(self._request_numbers) + 1
+            self._lora_request = LoRARequest(f"step-{step}-{number}", number, str(adapter_dir))
+            self._llm.llm_engine.add_lora(self._lora_request)
+            self.served = f"adapter of step {step}"
+        self._llm.reset_prefix_cache()
+        self._prove(digest)
+        logger.info("engine serves %s (norm %.6g, sha256 %s)", self.served, norm, digest[:12])
+
+    def _prove(self, digest: str) -> None:
+        """Compares the canary prompt's log-probabilities with those of the sync before."""
+        from vllm import SamplingParams
+
+        output = self._run_one(self._canary_ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        logps = tuple(
+            position[token].logprob
+            for token, position in zip(self._canary_ids[1:], output.prompt_logprobs[1:], strict=True)
+        )
+        if self._canary is not None and self._canary[0] != digest:
+            self._unchanged = self._unchanged + 1 if self._canary[1] == logps else 0
+            if self._unchanged >= self.CANARY_PATIENCE:
+                raise RuntimeError(
+                    f"the engine's output on the canary prompt has not changed over {self._unchanged} changed adapters (now "
+                    f"{self.served}): it does not serve them; check the vLLM version and the adapter's target modules"
+                )
+        self._canary = (digest, logps)
+
+    def _run_one(self, prompt_ids: list[int], params):
+        engine = self._llm.llm_engine
+        engine.add_request(
+            f"canary-{next(self._request_numbers)}",
+            {"prompt_token_ids": prompt_ids},
+            params,
+            lora_request=self._lora_request,
+        )
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    return output
+        raise RuntimeError("vLLM finished without answering the canary prompt")
+
+    def stream(
+        self, prompt_ids: list[list[int]], sampling: SamplingSettings, seeds: list[int]
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Yields (index into `prompt_ids`, Rollout) in the order in which completions finish."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        index_of = {}
+        for index, (ids, seed) in enumerate(zip(prompt_ids, seeds, strict=True)):
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                ignore_eos=sampling.ignore_eos,
+                seed=seed,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            name = f"rollout-{next(self._request_numbers)}"
+            engine.add_request(name, {"prompt_token_ids": list(ids)}, params, lora_request=self._lora_request)
+            index_of[name] = index
+        while index_of:
+            for output in engine.step():
+                if not output.finished:
+                    continue
+                index = index_of.pop(output.request_id)
+                yield index, self._to_rollout(prompt_ids[index], output)
+
+    def _to_rollout(self, prompt_ids: list[int], output) -> Rollout:
+        sample = output.outputs[0]
+        if list(output.prompt_token_ids) != list(prompt_ids):
+            raise RuntimeError("vLLM answered another prompt than it was given: prompt ids differ")
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"vLLM ended a completion with finish_reason={sample.finish_reason!r}; stop or length expected"
+            )
+        return Rollout(
+            tuple(prompt_ids), tuple(sample.token_ids), tuple(sample.logprobs.logprobs), sample.finish_reason
+        )
+
+    def generate(self, prompt_ids: list[list[int]], sampling: SamplingSettings, seeds: list[int]) -> list[Rollout]:
+        """All completions, in the order of the prompts."""
+        return in_order(self.stream(prompt_ids, sampling, seeds), len(prompt_ids))
+
+    def rest(self) -> None:
+        """Gives the engine's memory back until the next `sync`, when it was built with `sleep`."""
+        if self._sleep:
+            self._llm.sleep(level=1)
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def in_order(stream: Iterator[tuple[int, Rollout]], count: int) -> list[Rollout]:
+    """Collects a stream into a list by index; a missing or repeated index is an error."""
+    collected: dict[int, Rollout] = {}
+    for index, rollout in stream:
+        if index in collected:
+            raise RuntimeError(f"request {index} was answered twice")
+        collected[index] = rollout
+    if len(collected) != count:
+        raise RuntimeError(f"{len(collected)} of {count} requests were answered")
+    return [collected[i] for i in range(count)]
+
+
+def vllm_lora_rank(rank: int) -> int:
+    """The smallest rank vLLM reserves buffers for that holds `rank`."""
+    supported = (8, 16, 32, 64, 128, 256, 320, 512)
+    for candidate in supported:
+        if rank <= candidate:
+            return candidate
+    raise ValueError(f"lora_r={rank} must be at most {supported[-1]}: vLLM serves no larger adapter")

@@ -1,0 +1,302 @@
+"""`OPSDTrainer`: on-policy self-distillation as a `transformers.Trainer` with few overrides (arXiv 2601.18734, section 3).
+
+Data flow of one optimizer step: examples -> adapter saved and served -> all rollouts in one call -> micro-batches -> teacher and
+student hidden states at the completion positions -> fused divergence -> gradient of one mean over all completion tokens of the step.
+"""
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate.logging import get_logger
+from peft import PeftModel
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase, Trainer
+
+from opsd.adapter import check_adapter
+from opsd.args import OPSDConfig
+from opsd.batch import Layout, MicroBatch, ModelInputs, build_inputs, split_micro_batches
+from opsd.divergence import mean_statistics
+from opsd.fused_divergence import fused_generalized_jsd, sampled_token_logps
+from opsd.model import HiddenTap
+from opsd.rollout import Rollout, SamplingSettings, derive_seed
+from opsd.teacher import teacher_weights
+
+logger = get_logger(__name__)
+logging.getLogger(__name__)
+
+MEMORY_DISK = Path("/dev/shm")
+
+
+class RolloutSampler(Sampler[int]):
+    """Row indices for a whole run: one shuffled pass over the rows after another, cut to `count`.
+
+    The order depends on the seed alone, not on the number of processes or steps; a step never sees a row twice unless there are fewer
+    rows than rollouts in a step.
+    """
+
+    def __init__(self, rows: int, count: int, seed: int):
+        self.rows, self.count, self.seed = rows, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, self.count, self.rows):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", start // self.rows))
+            order = torch.randperm(self.rows, generator=generator).tolist()
+            yield from order[: self.count - start]
+
+
+class StepMetrics:
+    """Sums over the micro-batches and processes of one optimizer step, and the times of its phases."""
+
+    def __init__(self):
+        self.sums: dict[str, torch.Tensor] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
+        self.seconds: dict[str, float] = {}
+
+    def add(self, sums: dict[str, torch.Tensor]) -> None:
+        for name, value in sums.items():
+            value = torch.as_tensor(value, dtype=torch.float64)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def keep_largest(self, name: str, value: torch.Tensor) -> None:
+        self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def reduce(self, accelerator) -> dict[str, float]:
+        """Sums and maxima over all processes, by name."""
+        names = sorted(self.sums)
+        device = accelerator.device
+        # float64 does not exist everywhere; sums of a step fit float32 only as means, so they are reduced on the CPU's behalf in float64
+        stacked = torch.stack([self.sums[n].to(device) for n in names])
+        totals = dict(zip(names, accelerator.reduce(stacked, reduction="sum").tolist(), strict=True))
+        for name, value in self.maxima.items():
+            totals[name] = accelerator.gather(value.to(device).reshape(1)).max().item()
+        return totals
+
+
+class OPSDTrainer(Trainer):
+    """Trains a LoRA student against the same model that sees the reference solution.
+
+    `train_dataset` rows have `example_id` (str), `prompt_ids` and `teacher_prompt_ids` (lists of token ids). `engine` is one of
+    opsd/rollout.py's. `layout` says how sequences are batched. Raises RuntimeError when an invariant of the method breaks.
+    """
+
+    def __init__(
+        self,
+        model: PeftModel,
+        args: OPSDConfig,
+        train_dataset,
+        processing_class: PreTrainedTokenizerBase,
+        engine,
+        layout: Layout,
+        **kwargs,
+    ):
+        self._tap = HiddenTap(model.get_base_model())
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            data_collator=list,
+            **kwargs,
+        )
+        self.model_accepts_loss_kwargs = True  # the loss is already one mean over the whole optimizer step
+        self.engine = engine
+        self.layout = layout
+        self.sampling = SamplingSettings(
+            args.temperature, args.top_p, args.top_k, args.max_completion_length, args.ignore_eos
+        )
+        self.logits_dtype = getattr(torch, args.logits_dtype)
+        self.micro_batches: list[MicroBatch] = []
+        self.tokens_generated = 0
+        self.tokens_trained = 0
+        self._metrics = StepMetrics()
+        self._adapter_root = Path(
+            tempfile.mkdtemp(prefix="opsd-adapter-", dir=MEMORY_DISK if MEMORY_DISK.is_dir() else None)
+        )
+        self._step_ended_at = time.perf_counter()
+
+    # data
+
+    def _get_train_sampler(self, train_dataset=None) -> Sampler[int]:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return RolloutSampler(len(self.train_dataset), self.args.max_steps * self.args.rollouts_per_step, seed)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device) -> tuple[list[MicroBatch], torch.Tensor]:
+        """Samples all rollouts of one optimizer step with the current adapter and groups them by token count.
+
+        Returns the micro-batches of this process and the number of completion tokens over all processes.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        examples = [example for batch in batches for example in batch]
+        started = time.perf_counter()
+        self._sync_engine()
+        synced = time.perf_counter()
+        rollouts = self._generate(examples)
+        self.engine.rest()
+        generated = time.perf_counter()
+        self.micro_batches = split_micro_batches(examples, rollouts, num_batches)
+        tokens = sum(m.completion_tokens for m in self.micro_batches)
+        total = self.accelerator.reduce(torch.tensor(tokens, device=device), reduction="sum")
+        self._metrics.seconds = {"sync": synced - started, "rollout": generated - synced}
+        self._train_started_at = generated
+        return self.micro_batches, total
+
+    def _sync_engine(self) -> None:
+        """Saves the student's adapter to memory-backed disk and has the engine serve it as the adapter of this step."""
+        step = self.state.global_step
+        adapter_dir = self._adapter_root / f"step-{step}"
+        self.model.save_pretrained(adapter_dir)
+        self.engine.sync(adapter_dir, step)
+        shutil.rmtree(adapter_dir)
+
+    def _generate(self, examples: list[dict]) -> list[Rollout]:
+        step = self.state.global_step
+        prompts = [example["prompt_ids"] for example in examples]
+        seeds = [derive_seed(self.args.seed, step, example["example_id"]) for example in examples]
+        rollouts = self.engine.generate(prompts, self.sampling, seeds)
+        for example, rollout in zip(examples, rollouts, strict=True):
+            if list(rollout.prompt_ids) != list(example["prompt_ids"]):
+                raise RuntimeError(
+                    f"example {example['example_id']}: the engine answered other prompt ids than it was given"
+                )
+            if not rollout.completion_ids:
+                raise RuntimeError(f"example {example['example_id']}: the engine returned an empty completion")
+        lengths = [len(r.completion_ids) for r in rollouts]
+        self._metrics.add(
+            {
+                "rollouts": torch.tensor(len(rollouts)),
+                "rollout_tokens": torch.tensor(sum(lengths)),
+                "truncated": torch.tensor(sum(r.truncated for r in rollouts)),
+            }
+        )
+        return rollouts
+
+    def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
+        return inputs  # tensors are built on the device in compute_loss
+
+    # loss
+
+    def _hidden(self, model: torch.nn.Module, inputs: ModelInputs) -> torch.Tensor:
+        """Hidden states that predict the completion tokens, (N, H), in the dtype of the output projection."""
+        with self._tap.selecting(inputs.keep):
+            hidden = model(**inputs.forward, use_cache=False).logits
+        return hidden.to(self._tap.head.weight.dtype)
+
+    def compute_loss(self, model, inputs: MicroBatch, return_outputs=False, num_items_in_batch=None):
+        """This process's share of the mean divergence over the step's completion tokens, times the number of processes.
+
+        Gradients are averaged over processes afterwards, so the factor makes the step's gradient that of one global token mean.
+        """
+        args, device = self.args, self.accelerator.device
+        teacher_inputs = build_inputs(inputs.teacher_prompts, inputs.completions, self.layout, device)
+        student_inputs = build_inputs(inputs.student_prompts, inputs.completions, self.layout, device)
+        with teacher_weights(self.model, args.teacher_kind):
+            teacher_hidden = self._hidden(self.model, teacher_inputs)
+        student_hidden = self._hidden(model, student_inputs)
+        head = self._tap.head
+        loss, statistics = fused_generalized_jsd(
+            student_hidden,
+            teacher_hidden,
+            head.weight,
+            None,
+            lm_head_bias=head.bias,
+            beta=args.beta,
+            temperature=args.distill_temperature,
+            entry_clip=args.entry_clip,
+            clip_mode=args.clip_mode,
+            denominator=num_items_in_batch / self.accelerator.num_processes,
+            backend=args.loss_backend,
+            logits_dtype=self.logits_dtype,
+        )
+        self._metrics.add(statistics)
+        self._metrics.add({"loss_sum": loss.detach() * num_items_in_batch / self.accelerator.num_processes})
+        self._record_logp_gap(student_hidden.detach(), inputs)
+        self.tokens_generated += inputs.completion_tokens
+        self.tokens_trained += inputs.input_tokens
+        self._metrics.add({"trained_tokens": torch.tensor(inputs.input_tokens)})
+        return (loss, None) if return_outputs else loss
+
+    def _record_logp_gap(self, student_hidden: torch.Tensor, inputs: MicroBatch) -> None:
+        """|trainer - sampler| log-probability of each sampled token: what "on-policy" means, measured."""
+        device = student_hidden.device
+        token_ids = torch.tensor([t for c in inputs.completions for t in c], device=device)
+        sampler = torch.tensor([lp for r in inputs.rollouts for lp in r.per_token_logps], device=device)
+        trainer = sampled_token_logps(
+            student_hidden,
+            self._tap.head.weight,
+            token_ids,
+            lm_head_bias=self._tap.head.bias,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+        )
+        gap = (trainer - sampler).abs()
+        self._metrics.add({"logp_gap": gap.sum()})
+        self._metrics.keep_largest("logp_gap_max", gap.max())
+
+    # records
+
+    def _step_row(self) -> dict[str, float]:
+        """The scalars of one optimizer step, named area/name; times in seconds, entropies and divergences in nats per token."""
+        now = time.perf_counter()
+        seconds = self._metrics.seconds
+        totals = self._metrics.reduce(self.accelerator)
+        means = mean_statistics(totals)
+        tokens = totals["tokens"]
+        train_seconds = now - self._train_started_at
+        row = {
+            "loss/objective": totals["loss_sum"] / tokens,
+            "loss/divergence": means["divergence"],
+            "loss/clipped_entry_fraction": means["clipped_entry_fraction"],
+            "loss/clipped_token_fraction": means["clipped_token_fraction"],
+            "policy/student_entropy": means["student_entropy"],
+            "policy/teacher_entropy": means["teacher_entropy"],
+            "rollout/mean_length": totals["rollout_tokens"] / totals["rollouts"],
+            "rollout/truncated_fraction": totals["truncated"] / totals["rollouts"],
+            "rollout/logp_gap": totals["logp_gap"] / tokens,
+            "rollout/logp_gap_max": totals["logp_gap_max"],
+            "time/sync_s": seconds["sync"],
+            "time/rollout_s": seconds["rollout"],
+            "time/train_s": train_seconds,
+            "time/step_s": now - self._step_ended_at,
+            "throughput/rollout_tokens_per_s": totals["rollout_tokens"] / seconds["rollout"],
+            "throughput/train_tokens_per_s": totals["trained_tokens"] / train_seconds,
+        }
+        if torch.cuda.is_available():
+            row["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self._metrics = StepMetrics()
+        self._step_ended_at = now
+        return row
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Renames the loop's own scalars to area/name and adds the step's."""
+        names = {"loss": "loss/step_mean", "grad_norm": "optim/grad_norm", "learning_rate": "optim/learning_rate"}
+        row = {names.get(k, f"run/{k}"): v for k, v in logs.items()}
+        if "loss/step_mean" in row and self._metrics.sums:
+            row |= self._step_row()
+        super().log(row, start_time)
+
+    def floating_point_ops(self, inputs: MicroBatch) -> int:
+        """Operations of one micro-batch: 2 per weight and token forward, 4 backward without weight gradients of the base."""
+        weights = self.model.num_parameters() - self.model.get_input_embeddings().weight.numel()
+        completions = inputs.completion_tokens
+        student = sum(map(len, inputs.student_prompts)) + completions
+        teacher = sum(map(len, inputs.teacher_prompts)) + completions
+        return weights * (2 * teacher + 4 * student) + 6 * completions * self._tap.head.weight.numel()
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        """Saves adapter and tokenizer, then reopens the adapter and proves that it is complete."""
+        super()._save(output_dir, state_dict)
+        check_adapter(Path(output_dir or self.args.output_dir))
+
+    def close(self) -> None:
+        """Stops the engine and removes the adapters it was given."""
+        self.engine.close()
+        shutil.rmtree(self._adapter_root, ignore_errors=True)
