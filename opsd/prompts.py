@@ -3,8 +3,8 @@
 Between `data.py` (rows) and `rollout.py` / `trainer.py` (token ids); evaluation and the baselines call the same
 functions. The student (arXiv 2601.18734) sees the problem; the teacher sees the problem and the privileged context;
 the evaluation prompt is the student's without the `Problem: ` label, as published. Imports neither torch nor
-transformers: a tokenizer is passed in, and only `apply_chat_template`, `encode`, `chat_template` and `name_or_path` of
-it are used.
+transformers: a tokenizer is passed in, and used through its call, `apply_chat_template`, `chat_template` and
+`name_or_path` only.
 """
 
 import re
@@ -71,7 +71,7 @@ def reason_first_messages(
 
 def render_text(tokenizer, messages: list[dict], *, enable_thinking: bool, prefix: str = "") -> str:
     """The prompt as the model sees it, generation prompt included: for logs; the engine gets `render_ids`."""
-    return _apply(tokenizer, messages, tokenize=False, enable_thinking=enable_thinking) + prefix
+    return _apply_template(tokenizer, messages, enable_thinking=enable_thinking) + prefix
 
 
 def render_ids(tokenizer, messages: list[dict], *, enable_thinking: bool, prefix: str = "") -> list[int]:
@@ -79,11 +79,15 @@ def render_ids(tokenizer, messages: list[dict], *, enable_thinking: bool, prefix
 
     `prefix` is text that the role has "already written" (see `teacher_prefix_text`); it becomes part of the prompt.
     """
-    if prefix:  # encoded as one text, as if the template had written it: the ids at the seam are the template's own
-        text = render_text(tokenizer, messages, enable_thinking=enable_thinking, prefix=prefix)
-        return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
-    ids = _apply(tokenizer, messages, tokenize=True, enable_thinking=enable_thinking)
-    return [int(token) for token in ids]
+    return render_ids_batch(tokenizer, [messages], enable_thinking=enable_thinking, prefix=prefix)[0]
+
+
+def render_ids_batch(
+    tokenizer, conversations: list[list[dict]], *, enable_thinking: bool, prefix: str = ""
+) -> list[list[int]]:
+    """`render_ids` of several prompts in one call, which a fast tokenizer spreads over the cores."""
+    texts = [render_text(tokenizer, turns, enable_thinking=enable_thinking, prefix=prefix) for turns in conversations]
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
 def check_thinking_switch(tokenizer, student_thinking: bool, teacher_thinking: bool) -> None:
@@ -168,7 +172,7 @@ def _text(value: str, field: str) -> str:
     return value
 
 
-def _apply(tokenizer, messages: list[dict], *, tokenize: bool, enable_thinking: bool):
+def _apply_template(tokenizer, messages: list[dict], *, enable_thinking: bool) -> str:
     from jinja2.exceptions import TemplateError  # comes with transformers, which made the tokenizer
 
     if tokenizer.chat_template is None:
@@ -178,7 +182,7 @@ def _apply(tokenizer, messages: list[dict], *, tokenize: bool, enable_thinking: 
         )
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, add_generation_prompt=True, return_dict=False, enable_thinking=enable_thinking
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
         )
     except TemplateError as error:
         raise ValueError(f"the chat template of {_name(tokenizer)} refused the prompt: {error}") from error
