@@ -1,7 +1,7 @@
 """From rows to training examples: reads, filters, builds both roles' prompts and tokenises them.
 
-Second step of the data flow, between `rows.py` / `filters.py` and `trainer.py`. A prompt that is too long stops the run or
-drops the row and counts it; it is never cut. The counts go to `run.json`.
+Second step of the data flow, between `row_filter.py` and `trainer.py`. A prompt that is too long stops the run or drops
+the row and counts it; it is never cut. The counts go to `run.json`.
 """
 
 import itertools

@@ -22,7 +22,8 @@ def answer_kind(answer: str | None) -> str:
 def kind_weights(kept: Counter[str], target: Counter[str]) -> dict[str, float]:
     """Weight of one row of each kind: target share / kept share, scaled to mean 1 over the kept rows.
 
-    Kinds of the target without kept rows cannot be reached and are left out of its shares. `kept`, `target`: number of rows and of benchmark answers of each kind.
+    Kinds of the target without kept rows cannot be reached and are left out of its shares.
+    `kept`, `target`: number of rows and of benchmark answers of each kind.
     """
     covered = {kind: target[kind] for kind in kept if target[kind]}
     if not covered:

@@ -130,6 +130,9 @@ def test_render_ids_is_a_plain_list_that_reads_back_as_the_rendered_text(templat
     assert type(ids) is list and {type(token) for token in ids} == {int}
     text = prompts.render_text(tokenizer, messages, enable_thinking=thinking)
     assert tokenizer.decode(ids) == text and "<|assistant|>\n" in text
+    assert ids == tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False, enable_thinking=thinking
+    )
 
 
 def test_qwen3_style_rendering_golden():
@@ -178,13 +181,15 @@ def test_smollm2_template_has_no_switch(smollm2, thinking):
         prompts.check_thinking_switch(smollm2, thinking, True)
 
 
-def test_smollm2_ids_equal_its_encoded_text(smollm2):
+def test_smollm2_ids_are_those_of_its_own_template(smollm2):
     messages = prompts.teacher_messages("What is $6 \\cdot 7$?", "Six sevens are \\boxed{42}.")
     text = prompts.render_text(smollm2, messages, enable_thinking=False)
     assert f"<|im_start|>user\n{TEACHER}<|im_end|>\n" in text and text.endswith("<|im_start|>assistant\n")
-    assert prompts.render_ids(smollm2, messages, enable_thinking=False) == smollm2.encode(
-        text, add_special_tokens=False
-    )
+    ids = prompts.render_ids(smollm2, messages, enable_thinking=False)
+    assert ids == smollm2.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    other = prompts.student_messages("P?")
+    batch = prompts.render_ids_batch(smollm2, [messages, other], enable_thinking=False)
+    assert batch == [ids, prompts.render_ids(smollm2, other, enable_thinking=False)]
 
 
 @pytest.mark.parametrize(
