@@ -29,7 +29,14 @@ import math
 import torch
 
 from .divergence import STATISTICS, check_divergence_settings, entropy, group_top_k, weighted_log_ratio
-from .projection import OutputProjection, check_projection, default_chunk_size, operand_dtype_of
+from .projection import (
+    OutputProjection,
+    ProjectionGradients,
+    check_projection,
+    default_chunk_size,
+    inputs_with_gradient,
+    operand_dtype_of,
+)
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -44,45 +51,6 @@ class DivergenceSettings:
     clip_mode: str
     top_k: int | None
     tail: bool
-
-
-@dataclasses.dataclass
-class FusedSums:
-    """What one pass over all chunks leaves: sums over tokens, and gradients before `logit_scale / temperature`."""
-
-    loss: torch.Tensor  # ()
-    statistics: torch.Tensor  # (len(STATISTICS),)
-    hidden: torch.Tensor | None  # (n, H), the student's dtype
-    weight: torch.Tensor | None  # (V, H), float32 or wider
-    bias: torch.Tensor | None  # (V,), float32 or wider
-
-    @classmethod
-    def empty(cls, student: OutputProjection, student_hidden: torch.Tensor, wants: set[str]) -> "FusedSums":
-        zeros = functools.partial(torch.zeros, dtype=student.compute_dtype, device=student_hidden.device)
-        return cls(
-            loss=zeros(()),
-            statistics=zeros(len(STATISTICS)),
-            hidden=torch.empty_like(student_hidden) if "hidden" in wants else None,
-            weight=zeros(student.weight.shape) if "weight" in wants else None,
-            bias=zeros(student.weight.shape[:1]) if "bias" in wants else None,
-        )
-
-    def add_tokens(self, rows: slice, token_loss, statistics, token_weights) -> None:
-        self.loss += (token_loss if token_weights is None else token_loss * token_weights[rows]).sum()
-        self.statistics += statistics.sum(0)
-
-    def add_gradients(self, rows: slice, gradient, hidden, student: OutputProjection, token_weights) -> None:
-        """Turn the logits' gradient `(n, V)` of one chunk into those that were asked for."""
-        operand = gradient.to(student.operand_dtype)
-        weights = None if token_weights is None else token_weights[rows, None]
-        if self.hidden is not None:
-            student.hidden_gradient(operand, out=self.hidden[rows])
-            if weights is not None:
-                self.hidden[rows] *= weights
-        if self.weight is not None:
-            self.weight += student.weight_gradient(operand, hidden if weights is None else hidden * weights)
-        if self.bias is not None:
-            self.bias += (gradient if weights is None else gradient * weights).sum(0)
 
 
 def closed_form(student, teacher, beta: float, entry_clip: float, clip_mode: str):
@@ -148,41 +116,23 @@ def compiled_token_terms():
 
 
 def torch_pass(student, teacher, student_hidden, teacher_hidden, settings, chunk_size, token_weights, wants):
-    """All chunks with plain torch: any device, any dtype, every option. `wants` names the gradients to keep."""
+    """Loss sum, summed statistics and `ProjectionGradients` of all chunks: any device, any dtype, every option."""
     fuse = student_hidden.is_cuda and settings.top_k is None and importlib.util.find_spec("triton") is not None
     terms = compiled_token_terms() if fuse else token_terms
-    sums = FusedSums.empty(student, student_hidden, wants)
+    zeros = functools.partial(torch.zeros, dtype=student.compute_dtype, device=student_hidden.device)
+    loss_sum, sums = zeros(()), zeros(len(STATISTICS))
+    gradients = ProjectionGradients(student, student_hidden, wants)
     for start in range(0, student_hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
-        hidden = student_hidden[rows]
-        logits = student.logits(hidden, settings.temperature)
+        logits = student.logits(student_hidden[rows], settings.temperature)
         teacher_logits = teacher.logits(teacher_hidden[rows], settings.temperature)
         token_loss, statistics, gradient = terms(logits, teacher_logits, settings)
         if student.softcap is not None:
             gradient = gradient * (1.0 - (logits * (settings.temperature / student.softcap)) ** 2)
-        sums.add_tokens(rows, token_loss, statistics, token_weights)
-        sums.add_gradients(rows, gradient, hidden, student, token_weights)
-    return sums
-
-
-class AttachGradients(torch.autograd.Function):
-    """Passes the loss value through and, in backward, hands out gradients that are already known.
-
-    `gradients` are before the factor `scale`; in half precision a gradient of order one does not underflow.
-    """
-
-    @staticmethod
-    def forward(ctx, loss, scale, gradients, *inputs):
-        ctx.save_for_backward(scale, *gradients)
-        ctx.dtypes = [tensor.dtype for tensor in inputs]
-        return loss
-
-    @staticmethod
-    def backward(ctx, upstream):
-        scale, *gradients = ctx.saved_tensors
-        factor = upstream * scale
-        scaled = [(tensor * factor).to(dtype) for tensor, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return None, None, None, *scaled
+        loss_sum += (token_loss if token_weights is None else token_loss * token_weights[rows]).sum()
+        sums += statistics.sum(0)
+        gradients.add(rows, gradient, token_weights)
+    return loss_sum, sums, gradients
 
 
 def fused_generalized_jsd(
@@ -244,40 +194,34 @@ def fused_generalized_jsd(
         if tensor is not None and tensor.shape != (tokens,):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({tokens},), one value a token")
 
-    inputs = {"hidden": student_hidden, "weight": lm_head_weight, "bias": lm_head_bias}
-    inputs = {name: x for name, x in inputs.items() if x is not None and x.requires_grad and torch.is_grad_enabled()}
-    operand_dtype = operand_dtype_of(student_hidden)
+    inputs = inputs_with_gradient(hidden=student_hidden, weight=lm_head_weight, bias=lm_head_bias)
     project = functools.partial(
         OutputProjection,
         logit_scale=logit_scale,
         softcap=softcap,
         logits_dtype=logits_dtype,
-        operand_dtype=operand_dtype,
+        operand_dtype=operand_dtype_of(student_hidden),
     )
     with torch.no_grad(), torch.autocast(student_hidden.device.type, enabled=False):
         student = teacher = project(lm_head_weight, lm_head_bias)
         if teacher_lm_head_weight is not None:
             teacher = project(teacher_weight, teacher_bias)
+        student_rows, teacher_rows = student_hidden.detach(), teacher_hidden.detach()
         kept = None if mask is None else mask.nonzero().squeeze(1)  # masked rows are never projected
         if kept is not None:
-            student_rows, teacher_rows = student_hidden.detach()[kept], teacher_hidden.detach()[kept]
+            student_rows, teacher_rows = student_rows[kept], teacher_rows[kept]
             token_weights = None if token_weights is None else token_weights[kept]
-        else:
-            student_rows, teacher_rows = student_hidden.detach(), teacher_hidden.detach()
         run_pass = pick_backend(backend, student, teacher, student_rows, settings)
-        chunk = chunk_size or default_chunk_size(vocab_size, student.logits_dtype.itemsize)
-        sums = run_pass(student, teacher, student_rows, teacher_rows, settings, chunk, token_weights, set(inputs))
-        if denominator is None:
-            denominator = max(student_rows.shape[0], 1)
-        denominator = torch.as_tensor(denominator, dtype=sums.loss.dtype, device=sums.loss.device)
-        loss = sums.loss / denominator
-        gradients = {"hidden": sums.hidden, "weight": sums.weight, "bias": sums.bias}
-        if kept is not None and "hidden" in inputs:
-            gradients["hidden"] = torch.zeros_like(student_hidden).index_copy_(0, kept, sums.hidden)
-        scale = (logit_scale / temperature) / denominator
+        chunk = chunk_size or default_chunk_size(vocab_size, logits_dtype.itemsize)
+        loss, sums, gradients = run_pass(
+            student, teacher, student_rows, teacher_rows, settings, chunk, token_weights, tuple(inputs)
+        )
+        denominator = max(student_rows.shape[0], 1) if denominator is None else denominator
+        denominator = torch.as_tensor(denominator, dtype=loss.dtype, device=loss.device)
+        loss, scale = loss / denominator, (logit_scale / temperature) / denominator
     if inputs:
-        loss = AttachGradients.apply(loss, scale, [gradients[name] for name in inputs], *inputs.values())
-    return loss, dict(zip(STATISTICS, sums.statistics.unbind(), strict=True))
+        loss = gradients.attach(loss, scale, inputs, kept)
+    return loss, dict(zip(STATISTICS, sums.unbind(), strict=True))
 
 
 def pick_backend(backend: str, student, teacher, student_hidden, settings: DivergenceSettings):

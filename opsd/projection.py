@@ -7,6 +7,7 @@ bf16 operands directly (`out_dtype`); other devices multiply in float32. Roundin
 divergence's clamp and makes its gradient 19 to 46% wrong, so bf16 logits are only there to repeat the published runs.
 """
 
+import functools
 import math
 
 import torch
@@ -62,19 +63,67 @@ class OutputProjection:
             return logits.mul_(self.logit_scale / temperature)
         return logits.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / temperature)
 
-    def hidden_gradient(self, logits_gradient: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `logits_gradient W` `(n, H)` into `out`; `logits_gradient` is with respect to `product`'s result."""
-        if out.dtype == self.operand_dtype:
-            torch.mm(logits_gradient, self.weight, out=out)
-        else:
-            out.copy_(torch.mm(logits_gradient, self.weight))
 
-    def weight_gradient(self, logits_gradient: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """`logits_gradient^T hidden`, `(V, H)`, in float32 or wider."""
-        hidden = self.operand(hidden)
-        if self.half_product:
-            return torch.mm(logits_gradient.t(), hidden, out_dtype=torch.float32)
-        return torch.mm(logits_gradient.t(), hidden)
+class ProjectionGradients:
+    """Accumulates what one pass over all chunks leaves for the hidden states, the weight and the bias.
+
+    All are before the pass's common factor (logit_scale / temperature / denominator): the hidden gradient is then of
+    order one whatever the number of tokens, so that it can be kept in half precision.
+    """
+
+    def __init__(self, projection: OutputProjection, hidden: torch.Tensor, wants: tuple[str, ...]):
+        zeros = functools.partial(torch.zeros, dtype=projection.compute_dtype, device=hidden.device)
+        self.projection = projection
+        self.hidden_states = hidden  # (n, H)
+        self.hidden = torch.empty_like(hidden) if "hidden" in wants else None
+        self.weight = zeros(projection.weight.shape) if "weight" in wants else None
+        self.bias = zeros(projection.weight.shape[:1]) if "bias" in wants else None
+
+    def add(self, rows: slice, gradient: torch.Tensor, token_weights: torch.Tensor | None = None) -> None:
+        """Add one chunk, from the gradient `(n, V)` of its product with the weight, times each token's weight."""
+        projection = self.projection
+        operand = gradient.to(projection.operand_dtype)
+        weights = None if token_weights is None else token_weights[rows, None]
+        if self.hidden is not None:
+            if self.hidden.dtype == projection.operand_dtype:
+                torch.mm(operand, projection.weight, out=self.hidden[rows])
+            else:
+                self.hidden[rows] = torch.mm(operand, projection.weight)
+            if weights is not None:
+                self.hidden[rows] *= weights
+        if self.weight is not None:
+            hidden = self.hidden_states[rows] if weights is None else self.hidden_states[rows] * weights
+            out_dtype = {"out_dtype": torch.float32} if projection.half_product else {}
+            self.weight += torch.mm(operand.t(), projection.operand(hidden), **out_dtype)
+        if self.bias is not None:
+            self.bias += (gradient if weights is None else gradient * weights).sum(0)
+
+    def attach(self, loss, scale, inputs: dict[str, torch.Tensor], kept: torch.Tensor | None) -> torch.Tensor:
+        """The loss with a graph that hands out these gradients times `scale`. `kept`: the rows the pass was given."""
+        found = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        if kept is not None and "hidden" in inputs:
+            found["hidden"] = torch.zeros_like(inputs["hidden"]).index_copy_(0, kept, self.hidden)
+        return _KnownGradients.apply(loss, scale, [found[name] for name in inputs], *inputs.values())
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, scale, gradients, *inputs):
+        ctx.save_for_backward(scale, *gradients)
+        ctx.dtypes = [tensor.dtype for tensor in inputs]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        scale, *gradients = ctx.saved_tensors
+        factor = upstream * scale
+        scaled = [(tensor * factor).to(dtype) for tensor, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return None, None, None, *scaled
+
+
+def inputs_with_gradient(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Those of the named tensors whose gradient is wanted now."""
+    return {name: x for name, x in tensors.items() if x is not None and x.requires_grad and torch.is_grad_enabled()}
 
 
 def operand_dtype_of(hidden: torch.Tensor) -> torch.dtype:
