@@ -85,7 +85,7 @@ def load_rows(args: DataArgs, train_file: Path | None = None) -> tuple[list[Sour
     columns = sorted({*FILTER_COLUMNS, args.privileged_column})
     path = train_file or args.train_file
     if path is not None:
-        source, origin = iter_rows(Path(path), columns), f"train_file={path}"
+        source, origin = iter_rows(Path(path), columns, field="train_file"), f"train_file={path}"
     else:
         source = iter_hub_rows(args.dataset_name, args.dataset_split, columns)
         origin = f"dataset_name={args.dataset_name}"

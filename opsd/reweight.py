@@ -14,9 +14,9 @@ _INTEGER = re.compile(r"(-?)0*(\d+)", re.ASCII)
 
 
 def answer_kind(answer: str | None) -> str:
-    """`3 digits`, `-1 digits` or `other`; leading zeros do not count, as in AIME's `025`."""
+    """An integer's sign and digits, such as `-d` or `ddd`, else `other`; leading zeros do not count (AIME's `025`)."""
     integer = _INTEGER.fullmatch(answer) if answer else None
-    return f"{integer[1]}{len(integer[2])} digits" if integer else "other"
+    return integer[1] + "d" * len(integer[2]) if integer else "other"
 
 
 def kind_weights(kept: Counter[str], target: Counter[str]) -> dict[str, float]:
@@ -46,8 +46,6 @@ def draw(weights: Sequence[float], count: int, seed: int) -> list[int]:
         uniform = 1.0 - generator.random()  # (0, 1]
         if weight > 0:
             keys.append((math.log(uniform) / weight, index))
-    if len(keys) < count:
-        raise ValueError(
-            f"sample={count} must be <= {len(keys)}, the kept rows with a weight above zero; ask for fewer"
-        )
+    if not 1 <= count <= len(keys):
+        raise ValueError(f"sample={count} must be from 1 to {len(keys)}, the kept rows with a weight above zero")
     return sorted(index for _, index in heapq.nlargest(count, keys))

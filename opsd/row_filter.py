@@ -29,7 +29,7 @@ class RowFilter:
     dropped: dict[str, int] = field(default_factory=dict)  # in the order of application, zeros included
     first_rows: dict[str, list[int]] = field(default_factory=dict)
     overlaps: list[dict] = field(default_factory=list)
-    defects: list[str] = field(default_factory=list)  # of the first NAMED_ROWS bad rows
+    defects: list[dict] = field(default_factory=list)  # of the first NAMED_ROWS bad rows
 
     def __post_init__(self):
         rules = self.rules
@@ -72,7 +72,7 @@ class RowFilter:
         if len(named) < NAMED_ROWS:
             named.append(row.number)
             if defect is not None:
-                self.defects.append(f"row {row.number} {defect}")
+                self.defects.append({"row": row.number, "defect": defect})
         return False
 
     def tokens_of(self, row: dict) -> int | None:
@@ -151,7 +151,10 @@ def kept_rows(
             break
     bad = row_filter.dropped["bad_row"]
     if bad and (on_bad_row == "error" or bad == row_filter.rows):
-        listed = "; ".join(row_filter.defects)
+        numbers: dict[str, list[str]] = {}
+        for found in row_filter.defects:
+            numbers.setdefault(found["defect"], []).append(str(found["row"]))
+        listed = "; ".join(f"row {', '.join(rows)}: {defect}" for defect, rows in numbers.items())
         remedy = (
             "repair them, or use on_bad_row=drop to drop and count them"
             if on_bad_row == "error"
@@ -165,8 +168,8 @@ def kept_rows(
 def _column_defect(values: dict, must_exist: Iterable[str], must_hold_text: Iterable[str]) -> str | None:
     for column in (*must_exist, *must_hold_text):
         if column not in values:
-            return f"has no column {column!r} (it has {', '.join(values)})"
+            return f"no column {column!r} (its columns: {', '.join(values)})"
     for column in must_hold_text:
         if not isinstance(values[column], str) or not values[column].strip():
-            return f"has no text in column {column!r}"
+            return f"no text in column {column!r}"
     return None

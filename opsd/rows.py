@@ -28,23 +28,26 @@ class SourceRow:
     line: bytes | None = None  # the bytes of a .jsonl line, line end included
 
 
-def iter_rows(path: Path, columns: list[str] | None = None) -> Iterator[SourceRow]:
+def iter_rows(path: Path, columns: list[str] | None = None, *, field: str = "rows") -> Iterator[SourceRow]:
     """Streams the rows of a local file or saved dataset in order and in bounded memory (.json arrays excepted).
 
     `columns` limits what is decoded from columnar files; columns that the file lacks are then absent from the rows.
+    `field` is the name of the argument that gave the path, for messages.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"rows={path} does not exist; give a .jsonl, .json or .parquet file or a saved dataset")
+        raise FileNotFoundError(
+            f"{field}={path} does not exist; give a .jsonl, .json or .parquet file or a saved dataset"
+        )
     if path.is_dir():
-        return _saved_dataset_rows(path, columns)
+        return _saved_dataset_rows(path, columns, field)
     if path.suffix == ".jsonl":
         return _line_rows(path)
     if path.suffix == ".json":
-        return _json_rows(path)
+        return _json_rows(path, field)
     if path.suffix == ".parquet":
-        return _parquet_rows(path, columns)
-    raise ValueError(f"rows={path} must end in .jsonl, .json or .parquet, or be a folder of datasets.save_to_disk")
+        return _parquet_rows(path, columns, field)
+    raise ValueError(f"{field}={path} must end in .jsonl, .json or .parquet, or be a folder of datasets.save_to_disk")
 
 
 def iter_hub_rows(dataset_name: str, split: str, columns: list[str]) -> Iterator[SourceRow]:
@@ -98,7 +101,7 @@ def _line_rows(path: Path) -> Iterator[SourceRow]:
         while line := handle.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                yield SourceRow(number, None, f"is longer than {MAX_LINE_BYTES} bytes")
+                yield SourceRow(number, None, f"longer than {MAX_LINE_BYTES} bytes")
                 while not line.endswith(b"\n") and (line := handle.readline(MAX_LINE_BYTES)):
                     pass
             elif not line.isspace():
@@ -110,18 +113,18 @@ def _parse_line(number: int, line: bytes) -> SourceRow:
     try:
         values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
-        return SourceRow(number, None, f"is not UTF-8 (byte {error.start}){torn}", line)
+        return SourceRow(number, None, f"not UTF-8 (byte {error.start}){torn}", line)
     except json.JSONDecodeError as error:
-        reason = "contains a NUL byte" if b"\0" in line else f"is not JSON ({error.msg} at character {error.pos}){torn}"
+        reason = "a NUL byte in the line" if b"\0" in line else f"not JSON ({error.msg} at character {error.pos}){torn}"
         return SourceRow(number, None, reason, line)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested brackets
-        return SourceRow(number, None, f"is not usable JSON ({_first_line(error)})", line)
+        return SourceRow(number, None, f"not usable JSON ({_first_line(error)})", line)
     if not isinstance(values, dict):
-        return SourceRow(number, None, f"is a JSON {type(values).__name__}, not an object", line)
+        return SourceRow(number, None, f"a JSON {type(values).__name__}, not an object", line)
     return SourceRow(number, values, None, line)
 
 
-def _json_rows(path: Path) -> Iterator[SourceRow]:
+def _json_rows(path: Path, field: str) -> Iterator[SourceRow]:
     """A .json file is an array of objects, or JSON lines under the other name."""
     with open(path, "rb") as handle:
         while (byte := handle.read(1)).isspace():
@@ -132,15 +135,15 @@ def _json_rows(path: Path) -> Iterator[SourceRow]:
     try:
         array = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"rows={path} is not a JSON array ({_first_line(error)}); repair the file") from None
+        raise ValueError(f"{field}={path} is not a JSON array ({_first_line(error)}); repair the file") from None
     for number, values in enumerate(array, start=1):
         if isinstance(values, dict):
             yield SourceRow(number, values)
         else:
-            yield SourceRow(number, None, f"is a JSON {type(values).__name__}, not an object")
+            yield SourceRow(number, None, f"a JSON {type(values).__name__}, not an object")
 
 
-def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[SourceRow]:
+def _parquet_rows(path: Path, columns: list[str] | None, field: str) -> Iterator[SourceRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -154,20 +157,22 @@ def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[SourceRow]:
                     number += 1
                     yield SourceRow(number, values)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"rows={path} is not readable as parquet after row {number} ({_first_line(error)})") from error
+        raise ValueError(
+            f"{field}={path} is not readable as parquet after row {number} ({_first_line(error)})"
+        ) from error
 
 
-def _saved_dataset_rows(path: Path, columns: list[str] | None) -> Iterator[SourceRow]:
+def _saved_dataset_rows(path: Path, columns: list[str] | None, field: str) -> Iterator[SourceRow]:
     import datasets
 
     try:
         dataset = datasets.load_from_disk(str(path))
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"rows={path} is a folder but no saved dataset; give one of datasets.save_to_disk"
+            f"{field}={path} is a folder but no saved dataset; give one of datasets.save_to_disk"
         ) from None
     if isinstance(dataset, datasets.DatasetDict):
-        raise ValueError(f"rows={path} holds the splits {', '.join(dataset)}; give the folder of one split")
+        raise ValueError(f"{field}={path} holds the splits {', '.join(dataset)}; give the folder of one split")
     return _dataset_rows(dataset, columns)
 
 
