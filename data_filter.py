@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--input", type=Path, required=True, help="rows to read")
     add("--output", type=Path, required=True, help="kept rows, .jsonl")
     add("--report", type=Path, required=True, help="counts per rule, .json")
-    add("--plot", type=Path, help="histogram of trace lengths with the cut, .png, .svg or .pdf")
+    add("--plot", type=Path, help="histogram of trace lengths with the cut, .png")
     add("--on_bad_row", choices=("error", "drop"), default="error", help="unreadable rows: stop, or drop and count")
     rules = parser.add_argument_group("rules, in the order of application")
     add = rules.add_argument
@@ -82,8 +82,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError("target_answers needs --weights (to write them) or --sample (to use them), one of the two")
     if args.output.suffix != ".jsonl" or args.output.resolve() == args.input.resolve():
         raise ValueError(f"output={args.output} must be another file than the input and end in .jsonl")
-    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"plot={args.plot} must end in .png, .svg or .pdf")
+    if args.plot and args.plot.suffix != ".png":
+        raise ValueError(f"plot={args.plot} must end in .png")
     return args
 
 

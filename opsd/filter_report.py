@@ -32,7 +32,7 @@ class LengthHistogram:
             yield row
 
     def plot(self, path: Path, min_trace_tokens: int, max_trace_tokens: int | None) -> None:
-        """Writes the histogram as an image, with a line at every length limit; without any count its axes are empty."""
+        """Writes the histogram as a .png, with a line at every length limit; without any count its axes are empty."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -51,7 +51,7 @@ class LengthHistogram:
         axes.set_title(f"{self.missing:,} rows without a count are not shown")
         axes.legend()
         image = io.BytesIO()
-        figure.savefig(image, format=path.suffix.removeprefix(".") or "png", metadata={})
+        figure.savefig(image, format="png")
         with open_atomic(path) as handle:
             handle.write(image.getvalue())
 

@@ -12,7 +12,7 @@ TAIL_WORDS = 12  # the end of a solution that no clean statement repeats, if the
 SHORT_SOLUTION_WORDS = 6  # a whole solution with fewer words than this may occur in a statement by chance
 HEADED_WORDS = 8
 
-_LAYOUT = re.compile(r"\\(?:left|right|big|Big|displaystyle|textstyle|limits|quad|qquad|[,;:! ])(?![a-zA-Z])")
+_LAYOUT = re.compile(r"\\(?:left|right|big|Big|displaystyle|textstyle|limits|quad|qquad|boxed|[,;:! ])(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\[dt]frac(?![a-zA-Z])")
 _WORD = re.compile(r"[^\W\d_]+|\d+|[-+*/=<>^]")
 _SOLUTION_HEADING = re.compile(r"^[\W_]*(?:solution|proof|answer)\b[^\w\n]*(?:[:.]|$)", re.IGNORECASE | re.MULTILINE)
