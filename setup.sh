@@ -75,7 +75,7 @@ fi
 say "installing the $kind requirements into .venv (minutes on the first run)"
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" >&2; }
 if [[ "$kind" == CPU ]]; then
-    .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+    .venv/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec >&2
     torch="$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-cpu.txt)"
     install "$torch" || {
         say "$torch is not on the configured indexes, asking $TORCH_CPU_INDEX"

@@ -23,14 +23,6 @@ fi
 
 python="$(bash setup.sh)"
 
-# Nothing about a run leaves the machine unless a tracker is asked for. TRL honours the hub's switch.
-export DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
-if ! nvidia-smi -L >/dev/null 2>&1; then
-    export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
-    # vLLM on a CPU: compiling its sampler slows small models down for minutes; the engine lives in the training process
-    export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}" VLLM_ENABLE_V1_MULTIPROCESSING="${VLLM_ENABLE_V1_MULTIPROCESSING:-0}"
-fi
-
 command_file="$(mktemp)"
 trap 'rm -f "$command_file"' EXIT
 "$python" -m opsd.launch "$command_file" "$@"

@@ -19,6 +19,7 @@ def _forward(number: int, _frame) -> None:
 
 def main() -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = launch_command_parser().parse_args()
@@ -33,6 +34,8 @@ def main() -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return _exit_code(failure.exitcode)
+    except SignalException as error:  # torchrun has passed the signal on and waited for the workers
+        return _exit_code(-error.sigval)
     return 0
 
 

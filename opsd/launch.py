@@ -15,21 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from opsd.recipe import (
-    DERIVED_KEYS,
-    Names,
-    Setting,
-    check_caps,
-    derive_batch,
-    process_environment,
-    read_caps,
-    read_environment,
-    read_flags,
-    read_recipe,
-)
+from opsd import recipe
+from opsd.processes import ROOT, config_path, count, host_flags, visible_gpus
+from opsd.recipe import Names, Setting
 from opsd.runinfo import exit_on_bad_input
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ROOT / "train_capped.sh"
 DEFAULT_RECIPE = "recipe.env"
 
@@ -45,11 +35,19 @@ class Launch:
 
     def report(self) -> str:
         shown = [f"{name} = {_printable(setting.text)}  ({setting.source})" for name, setting in self.settings.items()]
-        return "\n".join([*shown, shlex.join(self.command)]) + "\n"
+        return "\n".join([*shown, " ".join(map(_quote, self.command))]) + "\n"
 
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _quote(word: str) -> str:
+    """Shell quoting that holds no control characters: they become bash's $'...' escapes."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = "".join(c if c.isprintable() and c not in "'\\" else f"\\U{ord(c):08x}" for c in word)
+    return f"$'{escaped}'"
 
 
 def known_names() -> Names:
@@ -107,60 +105,15 @@ def _parse_types(words: list[str], settings: Mapping[str, Setting]):
         raise ValueError(f"{name}={setting.text!r} from {setting.source}: {error.message}") from None
 
 
-def _count(name: str, text: str, lowest: int, where: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < lowest:
-        raise ValueError(f"{name}={text!r} from {where} must be a whole number >= {lowest}; correct or unset it")
-    return int(text)
-
-
-def visible_gpus() -> int:
-    """The GPUs this process may use (CUDA_VISIBLE_DEVICES counts)."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _host_flags(environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """(number of hosts, accelerate's flags for them) from torchrun's own variables."""
-    hosts = _count("NNODES", environ.get("NNODES", "1"), 1, "environment")
-    flags = ["--num_machines", str(hosts)]
-    if hosts > 1:
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-        if missing:
-            raise ValueError(f"NNODES={hosts} needs {', '.join(missing)} as well; export them on every host")
-        rank = _count("NODE_RANK", environ["NODE_RANK"], 0, "environment")
-        if rank >= hosts:
-            raise ValueError(f"NODE_RANK={rank} must be below NNODES={hosts}; number the hosts from 0")
-        flags += ["--machine_rank", str(rank), "--main_process_ip", environ["MASTER_ADDR"]]
-    if environ.get("MASTER_PORT"):
-        flags += ["--main_process_port", str(_count("MASTER_PORT", environ["MASTER_PORT"], 1, "environment"))]
-    return hosts, flags
-
-
-def _config_path(value: str) -> Path:
-    """An accelerate configuration by name (`zero2`) or by path."""
-    path = (
-        ROOT / "accelerate_configs" / f"{value}.yaml"
-        if "/" not in value and not value.endswith(".yaml")
-        else Path(value)
-    )
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in (ROOT / "accelerate_configs").glob("*.yaml")))
-        raise FileNotFoundError(
-            f"accelerate_config={value} is no file {path}; use one of {known}, or a path to a .yaml"
-        )
-    return path
-
-
 def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = None) -> Launch:
-    """Everything from the launcher's arguments to the command, or one ValueError / FileNotFoundError. `gpus` stands in for the visible ones."""
-    from opsd.args import training_parser
+    """From the launcher's arguments to the command, or ValueError / FileNotFoundError. `gpus`: instead of the visible ones."""
+    from opsd.args import EVAL_PREFIX, eval_regime, training_parser
 
     names = known_names()
     with_recipe = bool(argv) and not argv[0].startswith("--")
-    from_flags = read_flags(argv[1:] if with_recipe else argv, names)
-    from_environment = read_environment(environ, names)
-    from_recipe = read_recipe(Path(argv[0]) if with_recipe else ROOT / DEFAULT_RECIPE, names)
+    from_flags = recipe.read_flags(argv[1:] if with_recipe else argv, names)
+    from_environment = recipe.read_environment(environ, names)
+    from_recipe = recipe.read_recipe(Path(argv[0]) if with_recipe else ROOT / DEFAULT_RECIPE, names)
     merged = {**from_recipe, **from_environment, **from_flags}
     given = {name: setting for name, setting in merged.items() if name in names.fields}
     if "max_steps" not in given:
@@ -169,33 +122,37 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
         )
 
     typed = _parse_types(_arguments(given, names), given)
-    check_caps(typed.max_steps, typed.rollouts_per_step, *read_caps(LAUNCHER))
+    recipe.check_caps(typed.max_steps, typed.rollouts_per_step, *recipe.read_caps(LAUNCHER))
 
     if typed.use_cpu:
         gpus = 0
     elif gpus is None:
         gpus = visible_gpus()
     launcher = {"num_processes": merged.get("num_processes", Setting((str(max(gpus, 1)),), "default"))}
-    processes = _count("num_processes", launcher["num_processes"].text, 1, launcher["num_processes"].source)
-    hosts, host_flags = _host_flags(environ)
+    processes = count("num_processes", launcher["num_processes"].text, 1, launcher["num_processes"].source)
+    hosts, flags_of_hosts = host_flags(environ)
     world_size = hosts * processes
     automatic = ("cpu" if gpus == 0 else "single") if world_size == 1 else ("cpu_ddp" if gpus == 0 else "ddp")
     launcher["accelerate_config"] = merged.get("accelerate_config", Setting((automatic,), "default"))
-    config = _config_path(launcher["accelerate_config"].text)
+    config = config_path(launcher["accelerate_config"].text)
 
-    batch, accumulation = derive_batch(typed.rollouts_per_step, world_size, typed.micro_batch_size)
+    batch, accumulation = recipe.derive_batch(typed.rollouts_per_step, world_size, typed.micro_batch_size)
     derived = {
-        name: Setting((str(value),), "derived") for name, value in zip(DERIVED_KEYS, (batch, accumulation), strict=True)
+        name: Setting((str(value),), "derived")
+        for name, value in zip(recipe.DERIVED_KEYS, (batch, accumulation), strict=True)
     }
     if gpus == 0 and not typed.use_cpu:
         derived["use_cpu"] = Setting(("true",), "derived")
     training_arguments = _arguments({**given, **derived}, names)
-    training_parser().parse_args_into_dataclasses(
-        training_arguments
-    )  # every __post_init__, before anything slow starts
+    # every __post_init__, before anything slow starts
+    _, _, handoff, _ = training_parser().parse_args_into_dataclasses(training_arguments)
+    try:
+        eval_regime(handoff)
+    except ValueError as error:  # it names its fields without the prefix that they carry here
+        raise ValueError(f"{EVAL_PREFIX}{error}") from None
 
     command = [sys.executable, "-m", "opsd.accelerate_launch", "--config_file", os.path.relpath(config, ROOT)]
-    command += ["--num_processes", str(world_size), *host_flags, "--dynamo_backend", "no"]
+    command += ["--num_processes", str(world_size), *flags_of_hosts, "--dynamo_backend", "no"]
     if gpus == 0:
         threads = environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // processes))
         command += ["--num_cpu_threads_per_process", threads]
@@ -212,7 +169,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
 
 def main(argv: list[str], debug: bool = False) -> None:
     command_file, *arguments = argv
-    launch = resolve(arguments, process_environment())
+    launch = resolve(arguments, recipe.process_environment())
     command = launch.command + (["--debug"] if debug else [])
     sys.stdout.write(launch.report())
     sys.stdout.flush()
