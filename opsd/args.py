@@ -124,6 +124,7 @@ class OPSDConfig(TrainingArguments):
     report_to: list[str] | None = _option(
         None, "Trackers besides metrics.jsonl: tensorboard, wandb, trackio; none = off."
     )
+    dataloader_pin_memory: bool = _option(False, "Kept false: rows are lists of token ids, not tensors.")
     gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass; false = keep them.")
     bf16: bool | None = _option(None, "bf16 autocast; unset = on when the model is loaded in bfloat16.")
 
@@ -274,9 +275,16 @@ def eval_regime(handoff) -> EvalRegime:
 TRAINING_DATACLASSES = (DataArgs, OPSDConfig, HandoffArgs, ModelConfig)
 
 
+class OneLineParser(TrlParser):
+    """A `TrlParser` whose errors are ValueErrors of one line, without argparse's usage text."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; see --help")
+
+
 def training_parser() -> TrlParser:
     """The parser of `opsd_train.py`: our dataclasses and TRL's `ModelConfig`; abbreviations are off."""
-    return TrlParser(TRAINING_DATACLASSES, allow_abbrev=False)
+    return OneLineParser(TRAINING_DATACLASSES, allow_abbrev=False)
 
 
 def training_fields() -> dict[str, type]:

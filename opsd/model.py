@@ -1,7 +1,7 @@
 """The student: base model + LoRA adapter, its output projection, and the hash that proves that the base never moved.
 
-Data flow: ModelConfig -> `load_student` -> opsd/trainer.py. The loss works on hidden states (opsd/fused_divergence.py), so `HiddenTap` makes
-the model's forward stop before the output projection.
+Data flow: ModelConfig -> `load_student` -> opsd/trainer.py. The loss works on hidden states (opsd/fused_divergence.py), so `HiddenTap`
+makes the model's forward stop before the output projection.
 """
 
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import HFValidationError
 from peft import PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config
 
 from opsd.adapter import refuse_unservable
@@ -78,6 +78,19 @@ def load_tokenizer(name_or_path: str, revision: str = "main") -> PreTrainedToken
             f"the tokenizer of model_name_or_path={name_or_path} has no end token (eos); set one in its config"
         )
     return tokenizer
+
+
+def end_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase, revision: str = "main") -> set[int]:
+    """Ids that end a completion: the tokenizer's end token and those of the model's generation config, as vLLM stops on both."""
+    ids = {tokenizer.eos_token_id}
+    config = load_config(name_or_path, revision)
+    try:
+        declared = GenerationConfig.from_pretrained(name_or_path, revision=revision).eos_token_id
+    except OSError:  # a model without generation_config.json declares its end token in config.json
+        declared = config.get_text_config().eos_token_id
+    if declared is None:
+        return ids
+    return ids | set(declared if isinstance(declared, list) else [declared])
 
 
 def load_student(

@@ -4,7 +4,6 @@ Data flow of one optimizer step: examples -> adapter saved and served -> all rol
 student hidden states at the completion positions -> fused divergence -> gradient of one mean over all completion tokens of the step.
 """
 
-import logging
 import shutil
 import tempfile
 import time
@@ -21,13 +20,13 @@ from opsd.adapter import check_adapter
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, ModelInputs, build_inputs, split_micro_batches
 from opsd.divergence import mean_statistics
-from opsd.fused_divergence import fused_generalized_jsd, sampled_token_logps
+from opsd.fused_divergence import fused_generalized_jsd
+from opsd.sampled_token import sampled_token_logps
 from opsd.model import HiddenTap
 from opsd.rollout import Rollout, SamplingSettings, derive_seed
 from opsd.teacher import teacher_weights
 
 logger = get_logger(__name__)
-logging.getLogger(__name__)
 
 MEMORY_DISK = Path("/dev/shm")
 
@@ -72,7 +71,6 @@ class StepMetrics:
         """Sums and maxima over all processes, by name."""
         names = sorted(self.sums)
         device = accelerator.device
-        # float64 does not exist everywhere; sums of a step fit float32 only as means, so they are reduced on the CPU's behalf in float64
         stacked = torch.stack([self.sums[n].to(device) for n in names])
         totals = dict(zip(names, accelerator.reduce(stacked, reduction="sum").tolist(), strict=True))
         for name, value in self.maxima.items():
@@ -95,6 +93,7 @@ class OPSDTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase,
         engine,
         layout: Layout,
+        engine_bytes: int = 0,
         **kwargs,
     ):
         self._tap = HiddenTap(model.get_base_model())
@@ -109,6 +108,7 @@ class OPSDTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is already one mean over the whole optimizer step
         self.engine = engine
         self.layout = layout
+        self.engine_bytes = engine_bytes  # GPU memory that the colocated engine keeps while training
         self.sampling = SamplingSettings(
             args.temperature, args.top_p, args.top_k, args.max_completion_length, args.ignore_eos
         )
@@ -271,6 +271,7 @@ class OPSDTrainer(Trainer):
         }
         if torch.cuda.is_available():
             row["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            row["memory/engine_gib"] = self.engine_bytes / 2**30
         self._metrics = StepMetrics()
         self._step_ended_at = now
         return row
@@ -295,6 +296,10 @@ class OPSDTrainer(Trainer):
         """Saves adapter and tokenizer, then reopens the adapter and proves that it is complete."""
         super()._save(output_dir, state_dict)
         check_adapter(Path(output_dir or self.args.output_dir))
+
+    def run_totals(self) -> dict[str, float | int]:
+        """Totals of this process's training for run.json."""
+        return {"steps": self.state.global_step, "tokens_generated": self.tokens_generated, "tokens_trained": self.tokens_trained}
 
     def close(self) -> None:
         """Stops the engine and removes the adapters it was given."""

@@ -1,0 +1,46 @@
+"""The hand-off from training to evaluation: `eval_aime.py` in a process of its own, so that a GPU is free for its engine."""
+
+import logging
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from opsd.args import EvalRegime
+
+logger = logging.getLogger(__name__)
+
+
+class Handoff:
+    """Runs the evaluator on the trained model with one regime, and compares results."""
+
+    def __init__(self, script: Path, model_args, handoff, regime: EvalRegime, output_dir: Path):
+        self._script = script
+        self._output_dir = output_dir
+        self._command = ["--model", model_args.model_name_or_path, "--benchmark", handoff.eval_benchmark or "aime24"]
+        self._command += ["--dtype", model_args.dtype or "auto"]
+        if handoff.eval_max_problems is not None:
+            self._command += ["--max_problems", str(handoff.eval_max_problems)]
+        for name, value in asdict(regime).items():
+            self._command += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+
+    def run(self, name: str, adapter: Path | None) -> Path:
+        """Evaluates the base model or an adapter; returns the folder with result.json. Raises RuntimeError when it fails."""
+        output_dir = self._output_dir / name
+        command = [*self._command, "--output_dir", str(output_dir), "--name", name]
+        if adapter is not None:
+            command += ["--adapter", str(adapter)]
+        self._call(command)
+        return output_dir
+
+    def compare(self, before: str, after: str) -> None:
+        """Prints the paired comparison of two results of this run."""
+        sides = [str(self._output_dir / name / "result.json") for name in (before, after)]
+        self._call(["--compare", sides[0], "--", sides[1]])
+
+    def _call(self, arguments: list[str]) -> None:
+        command = [sys.executable, str(self._script), *arguments]
+        logger.info("evaluating: %s", " ".join(command))
+        code = subprocess.run(command).returncode
+        if code:
+            raise RuntimeError(f"eval_aime.py ended with exit code {code}; the training result is complete, run it again by hand")

@@ -1,0 +1,150 @@
+"""What happens between parsed arguments and the first optimizer step: logging, world, layout, engine, trainer, and the run's record."""
+
+import dataclasses
+import logging
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from opsd.args import OPSDConfig
+from opsd.attention import NAME as VARLEN
+from opsd.attention import supports_packing
+from opsd.batch import Layout
+from opsd.model import end_token_ids, load_config, load_student
+from opsd.rollout import VLLMEngine
+from opsd.rollout_transformers import TransformersEngine
+from opsd.runinfo import git_state, hardware, package_versions, write_text
+from opsd.trainer import OPSDTrainer
+
+logger = logging.getLogger(__name__)
+
+CANARY_TOKENS = 64
+
+
+def configure_logging() -> None:
+    """One configuration for the whole process: our messages at INFO on stderr, the libraries' warnings."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    for name in ("opsd", "callbacks", "tiny"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def resolve_world(data_args, handoff, model_args, cache_dir: Path) -> None:
+    """Builds the world that `data_args.world` names, if any, and points model, rows and benchmark at it."""
+    if data_args.world == "none":
+        return
+    if model_args.model_name_or_path:
+        raise ValueError(
+            f"model_name_or_path={model_args.model_name_or_path} contradicts world={data_args.world}, which brings its own model"
+        )
+    if data_args.world == "smollm2":
+        from tiny.smollm2 import build_smollm2
+
+        model_args.model_name_or_path = str(build_smollm2(cache_dir))
+        return
+    from tiny.build import build_tiny_world
+
+    world = build_tiny_world(cache_dir, data_args.world_seed)
+    model_args.model_name_or_path = str(world / "model")
+    data_args.train_file = str(world / ("train_swapped.jsonl" if data_args.world == "tiny_swapped" else "train.jsonl"))
+    if handoff.eval_benchmark is None:
+        handoff.eval_benchmark = str(world / "benchmark.jsonl")
+
+
+def choose_layout(args: OPSDConfig, config, pad_id: int) -> Layout:
+    """Packed rows where the model allows them and nothing asked for padding. Raises ValueError when packing=true cannot be had."""
+    reason = "position_gap=true" if args.position_gap else supports_packing(config)
+    if args.packing == "true" and reason:
+        raise ValueError(f"packing=true is not possible with {reason}; set packing=auto")
+    packed = args.packing != "false" and reason is None
+    logger.info("layout: %s", "packed rows" if packed else f"padded batches ({reason or 'packing=false'})")
+    return Layout(packed=packed, pad_id=pad_id, position_gap=args.position_gap)
+
+
+def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dict) -> OPSDTrainer:
+    """Model, engine and trainer. Raises ValueError before loading when the sequences do not fit the model's context."""
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    config = load_config(name, revision)
+    longest_prompt = counts["longest_prompt_ids"]
+    longest = max(longest_prompt, counts["longest_teacher_prompt_ids"]) + args.max_completion_length
+    context = config.get_text_config().max_position_embeddings
+    if longest > context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} and the longest prompt make {longest} tokens, more than the model's "
+            f"context of {context}; lower max_completion_length or max_teacher_prompt_length"
+        )
+    eos_ids = end_token_ids(name, tokenizer, revision)
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    layout = choose_layout(args, config, pad_id)
+    if args.bf16 is None:
+        args.bf16 = model_args.dtype == "bfloat16"
+    model = load_student(
+        model_args,
+        attn_implementation=VARLEN if layout.packed else (model_args.attn_implementation or "sdpa"),
+        seed=args.seed,
+        device=args.device,
+    )
+    before = allocated_bytes()
+    if args.rollout_engine == "vllm":
+        engine = VLLMEngine(
+            name,
+            canary_ids=examples[0]["prompt_ids"][:CANARY_TOKENS],
+            eos_ids=eos_ids,
+            max_model_len=longest_prompt + args.max_completion_length,
+            dtype=model_args.dtype,
+            max_num_seqs=args.rollouts_per_step,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_lora_rank=model_args.lora_r,
+            enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
+            sleep=args.vllm_sleep == "true",
+            load_format=args.vllm_load_format,
+            seed=args.seed,
+        )
+    else:
+        engine = TransformersEngine(model, eos_ids=eos_ids, pad_id=pad_id, batch_size=args.rollouts_per_step, live=True)
+    return OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=allocated_bytes() - before)
+
+
+def allocated_bytes() -> int:
+    """GPU memory allocated by this process; 0 without a GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def preview_prompts(tokenizer, example: dict, output_dir: Path) -> None:
+    """Shows both rendered prompts of the first example once and keeps them in preview.txt."""
+    parts = [
+        f"=== {role} prompt of example {example['example_id']} ({len(example[column])} tokens)\n{tokenizer.decode(example[column])}\n"
+        for role, column in (("student", "prompt_ids"), ("teacher", "teacher_prompt_ids"))
+    ]
+    write_text(output_dir / "preview.txt", "\n".join(parts))
+    for part in parts:
+        logger.info("%s", part)
+
+
+def run_record(argv: list[str], groups: tuple, counts: dict) -> dict:
+    """Everything run.json says about a run before it starts; infinities become strings, since JSON has none."""
+    arguments = {}
+    for group in groups:
+        arguments[type(group).__name__] = {
+            f.name: _plain(getattr(group, f.name)) for f in dataclasses.fields(group) if f.init and "token" not in f.name.split("_")
+        }
+    return {
+        "schema": "opsd-run/1",
+        "command": argv,
+        **git_state(),
+        "arguments": arguments,
+        "versions": package_versions(),
+        "hardware": hardware(),
+        "data": counts,
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,106 @@
+"""Trains a model with on-policy self-distillation (arXiv 2601.18734): parse, load, train once, save.
+
+Usually started by `bash train_capped.sh [recipe] [flags]`, which resolves the recipe and the caps. By hand:
+
+    python opsd_train.py --model_name_or_path Qwen/Qwen3-1.7B --dataset_name siyanzhao/Openthoughts_math_30k_opsd \\
+        --max_steps 100 --use_peft true --lora_target_modules q_proj v_proj --output_dir runs/mine
+
+Writes the adapter, checkpoints, metrics.jsonl, rollouts.jsonl and run.json into `--output_dir`; hands off to `eval_aime.py`.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from opsd.runinfo import exit_on_bad_input, library_environment
+
+for key, value in library_environment(os.cpu_count()).items():
+    os.environ.setdefault(key, value)
+
+ROOT = Path(__file__).resolve().parent
+
+
+def main(argv: list[str]) -> None:
+    from opsd.args import eval_regime, training_parser
+    from opsd.recipe import check_caps, read_caps
+
+    data_args, args, handoff, model_args = training_parser().parse_args_and_config(argv)
+    regime = eval_regime(handoff)
+    check_caps(args.max_steps, args.rollouts_per_step, *read_caps(ROOT / "train_capped.sh"))
+
+    from opsd.handoff import Handoff
+    from opsd.setup_run import configure_logging, resolve_world
+
+    configure_logging()
+    with args.main_process_first(desc="building the world"):
+        resolve_world(data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd"))
+    evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval")
+    if data_args.evaluate_before and args.process_index == 0:
+        evaluator.run("before", adapter=None)
+
+    adapter_dir = train(data_args, args, handoff, model_args)
+    if data_args.evaluate_after and args.process_index == 0:
+        evaluator.run("after", adapter=adapter_dir)
+        if data_args.evaluate_before:
+            evaluator.compare("before", "after")
+
+
+def train(data_args, args, handoff, model_args) -> Path:
+    """One training run; returns the folder of the final adapter. Everything it held on a GPU is released when it returns."""
+    from opsd.data import load_training_examples
+    from opsd.model import base_hash, check_model_args, load_tokenizer
+    from opsd.runinfo import write_json
+    from opsd.setup_run import build_trainer, preview_prompts, run_record
+
+    check_model_args(model_args)
+    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision)
+    examples, counts = load_training_examples(
+        data_args, tokenizer, student_thinking=args.student_thinking, teacher_thinking=args.teacher_thinking
+    )
+    preview_prompts(tokenizer, examples[0], Path(args.output_dir))
+    record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
+    trainer = build_trainer(args, model_args, tokenizer, examples, counts)
+    attach_callbacks(trainer, tokenizer)
+    try:
+        record["base_sha256_before"] = base_hash(trainer.model)
+        if trainer.is_world_process_zero():
+            write_json(Path(args.output_dir) / "run.json", record | {"status": "running"})
+        started = time.perf_counter()
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        adapter_dir = Path(args.output_dir) / "adapter"
+        trainer.save_model(str(adapter_dir))
+        record |= trainer.run_totals() | {"wall_seconds": time.perf_counter() - started}
+        record["base_sha256_after"] = base_hash(trainer.model)
+        if trainer.is_world_process_zero():
+            write_json(Path(args.output_dir) / "run.json", record | {"status": "finished"})
+        if record["base_sha256_after"] != record["base_sha256_before"]:
+            raise RuntimeError(
+                f"the base weights changed during training (sha256 {record['base_sha256_before'][:12]} -> "
+                f"{record['base_sha256_after'][:12]}), so the teacher was not fixed; discard this run"
+            )
+        return adapter_dir
+    finally:
+        trainer.close()
+
+
+def attach_callbacks(trainer, tokenizer) -> None:
+    from transformers import PrinterCallback, ProgressCallback
+
+    from callbacks.metrics_jsonl import MetricsJsonl
+    from callbacks.progress_bar import ProgressBar
+    from callbacks.rollout_log import RolloutLog
+
+    output_dir = Path(trainer.args.output_dir)
+    rank = "" if trainer.args.process_index == 0 else f".rank{trainer.args.process_index}"
+    for own in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(own)
+    trainer.add_callback(MetricsJsonl(output_dir / "metrics.jsonl"))
+    trainer.add_callback(ProgressBar())
+    trainer.add_callback(
+        RolloutLog(trainer, output_dir / f"rollouts{rank}.jsonl", tokenizer, write=trainer.args.log_rollouts)
+    )
+
+
+if __name__ == "__main__":
+    exit_on_bad_input(main)
