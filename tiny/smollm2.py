@@ -54,9 +54,16 @@ def build_smollm2(cache_dir: Path) -> Path:
 def _convert(source: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    tokenizer.clean_up_tokenization_spaces = False
+    # The converted tokenizer takes <|im_start|> for the end token; the file's own ids, kept in the configuration, are right.
+    for role in ("bos", "eos", "pad"):
+        setattr(
+            tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(loaded.config.to_dict()[f"{role}_token_id"])
+        )
     # The loaded object counts as quantised and refuses save_pretrained, so its weights go into a fresh model.
     values = loaded.config.to_dict()
-    values.pop("quantization_config", None)
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        values.pop(name, None)
     model = LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.tie_weights()
