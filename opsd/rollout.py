@@ -62,6 +62,7 @@ class VLLMEngine:
         model_path: str,
         *,
         canary_ids: list[int],
+        eos_ids: set[int],
         max_model_len: int,
         dtype: str,
         max_num_seqs: int,
@@ -72,6 +73,7 @@ class VLLMEngine:
         load_format: str = "auto",
         kv_cache_dtype: str = "auto",
         tensor_parallel_size: int = 1,
+        with_logps: bool = True,
         seed: int = 0,
     ):
         from vllm import LLM
@@ -102,6 +104,9 @@ class VLLMEngine:
         )
         self._sleep = sleep
         self._canary_ids = list(canary_ids)
+        self._eos_ids = sorted(eos_ids)
+        self._with_logps = with_logps
+        self._submitted: dict[str, tuple[object, list[int]]] = {}
         self._lora_request = None
         self._lora_enabled = max_lora_rank is not None
         self._request_numbers = itertools.count()
@@ -168,37 +173,52 @@ class VLLMEngine:
                     return output
         raise RuntimeError("vLLM finished without answering the canary prompt")
 
+    def submit(self, key, prompt_ids: list[int], sampling: SamplingSettings, seed: int) -> None:
+        """Queues one request; a later `poll` answers it under `key`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else self._eos_ids,
+            seed=seed,
+            logprobs=0 if self._with_logps else None,
+            flat_logprobs=self._with_logps,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = f"rollout-{next(self._request_numbers)}"
+        self._llm.llm_engine.add_request(
+            name, {"prompt_token_ids": list(prompt_ids)}, params, lora_request=self._lora_request
+        )
+        self._submitted[name] = (key, list(prompt_ids))
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not answered yet."""
+        return len(self._submitted)
+
+    def poll(self) -> list[tuple[object, Rollout]]:
+        """One engine step; (key, Rollout) of every request that finished in it."""
+        finished = [output for output in self._llm.llm_engine.step() if output.finished]
+        answers = []
+        for output in finished:
+            key, prompt_ids = self._submitted.pop(output.request_id)
+            answers.append((key, self._to_rollout(prompt_ids, output)))
+        return answers
+
     def stream(
         self, prompt_ids: list[list[int]], sampling: SamplingSettings, seeds: list[int]
     ) -> Iterator[tuple[int, Rollout]]:
         """Yields (index into `prompt_ids`, Rollout) in the order in which completions finish."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self._llm.llm_engine
-        index_of = {}
         for index, (ids, seed) in enumerate(zip(prompt_ids, seeds, strict=True)):
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_new_tokens,
-                ignore_eos=sampling.ignore_eos,
-                seed=seed,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            name = f"rollout-{next(self._request_numbers)}"
-            engine.add_request(name, {"prompt_token_ids": list(ids)}, params, lora_request=self._lora_request)
-            index_of[name] = index
-        while index_of:
-            for output in engine.step():
-                if not output.finished:
-                    continue
-                index = index_of.pop(output.request_id)
-                yield index, self._to_rollout(prompt_ids[index], output)
+            self.submit(index, ids, sampling, seed)
+        while self.pending:
+            yield from self.poll()
 
     def _to_rollout(self, prompt_ids: list[int], output) -> Rollout:
         sample = output.outputs[0]
@@ -208,9 +228,8 @@ class VLLMEngine:
             raise RuntimeError(
                 f"vLLM ended a completion with finish_reason={sample.finish_reason!r}; stop or length expected"
             )
-        return Rollout(
-            tuple(prompt_ids), tuple(sample.token_ids), tuple(sample.logprobs.logprobs), sample.finish_reason
-        )
+        logps = tuple(sample.logprobs.logprobs) if self._with_logps else ()
+        return Rollout(tuple(prompt_ids), tuple(sample.token_ids), logps, sample.finish_reason)
 
     def generate(self, prompt_ids: list[list[int]], sampling: SamplingSettings, seeds: list[int]) -> list[Rollout]:
         """All completions, in the order of the prompts."""

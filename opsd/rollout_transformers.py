@@ -48,6 +48,7 @@ class TransformersEngine:
         self._pad_id = pad_id
         self._batch_size = batch_size
         self._live = live
+        self._waiting: list[tuple] = []  # (key, prompt ids, sampling, seed)
         self.served = "base model"
 
     @classmethod
@@ -72,20 +73,38 @@ class TransformersEngine:
             self.served = f"adapter of step {step}"
             logger.info("engine serves %s (norm %.6g, sha256 %s)", self.served, norm, digest[:12])
 
-    def stream(
-        self, prompt_ids: list[list[int]], sampling: SamplingSettings, seeds: list[int]
-    ) -> Iterator[tuple[int, Rollout]]:
-        """Yields (index, Rollout), batch by batch."""
+    def submit(self, key, prompt_ids: list[int], sampling: SamplingSettings, seed: int) -> None:
+        """Queues one request; a later `poll` answers it under `key`."""
+        self._waiting.append((key, list(prompt_ids), sampling, seed))
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not answered yet."""
+        return len(self._waiting)
+
+    def poll(self) -> list[tuple[object, Rollout]]:
+        """Samples the oldest waiting requests as one batch; (key, Rollout) of each."""
+        sampling = self._waiting[0][2]
+        batch = [request for request in self._waiting if request[2] == sampling][: self._batch_size]
         training = self._model.training
         self._model.eval()
         try:
             with torch.no_grad(), attention(self._model, "sdpa"):
-                for start in range(0, len(prompt_ids), self._batch_size):
-                    batch = list(range(start, min(start + self._batch_size, len(prompt_ids))))
-                    rollouts = self._sample([prompt_ids[i] for i in batch], sampling, [seeds[i] for i in batch])
-                    yield from zip(batch, rollouts, strict=True)
+                rollouts = self._sample([ids for _, ids, _, _ in batch], sampling, [seed for *_, seed in batch])
         finally:
             self._model.train(training)
+        answered = {id(request) for request in batch}
+        self._waiting = [request for request in self._waiting if id(request) not in answered]
+        return [(request[0], rollout) for request, rollout in zip(batch, rollouts, strict=True)]
+
+    def stream(
+        self, prompt_ids: list[list[int]], sampling: SamplingSettings, seeds: list[int]
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Yields (index into `prompt_ids`, Rollout), batch by batch."""
+        for index, (ids, seed) in enumerate(zip(prompt_ids, seeds, strict=True)):
+            self.submit(index, ids, sampling, seed)
+        while self.pending:
+            yield from self.poll()
 
     def _sample(self, prompts: list[list[int]], sampling: SamplingSettings, seeds: list[int]) -> list[Rollout]:
         device = self._model.device

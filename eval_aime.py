@@ -1,0 +1,81 @@
+"""Evaluates a model, or a base model with LoRA adapters, on a benchmark: avg@k with its standard errors, one result JSON per adapter.
+
+    python eval_aime.py --model Qwen/Qwen3-1.7B --adapter runs/opsd/adapter --benchmark aime24 --output_dir results/opsd
+    python eval_aime.py --model Qwen/Qwen3-1.7B --adapter 'runs/opsd/checkpoint-*' --output_dir results/curve
+    python eval_aime.py --compare results/base/result.json -- results/opsd/result.json
+    python eval_aime.py --regrade results/opsd/samples.jsonl
+    python eval_aime.py --table results/*/result.json
+
+Killed or interrupted, the same command goes on where it stopped.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from opsd.runinfo import exit_on_bad_input, hardware, library_environment
+
+for key, value in library_environment(os.cpu_count()).items():
+    os.environ.setdefault(key, value)
+
+INTERRUPTED = 130  # what a shell reports after an interrupt
+
+
+def main(argv: list[str]) -> None:
+    from opsd.eval_args import parse_eval_args
+
+    args, regime, sides = parse_eval_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("opsd").setLevel(logging.INFO)
+    if args.regrade:
+        from opsd.eval_result import regrade
+
+        finish([regrade(Path(args.regrade), regime.box_policy)])
+    elif args.dry_run:
+        from opsd.eval_estimate import estimate_plan
+        from opsd.eval_setup import make_plan
+
+        print(estimate_plan(make_plan(args, regime), engine_groups(args), hardware()["gpus"]))
+    else:
+        finish(evaluate(args, regime))
+
+
+def engine_groups(args) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every engine."""
+    from opsd.eval_pool import device_groups
+
+    return device_groups(dict(os.environ), hardware()["gpus"], args.tensor_parallel_size)
+
+
+def evaluate(args, regime) -> list[Path]:
+    """Samples and grades every target of the command line; returns their folders."""
+    from opsd.eval_pool import EngineDied
+    from opsd.eval_runner import run_plan
+    from opsd.eval_setup import make_plan
+
+    groups = engine_groups(args)
+    plan = make_plan(args, regime)
+    try:
+        return run_plan(plan, resume=args.resume, groups=groups, environment=dict(os.environ))
+    except EngineDied as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"interrupted: finished samples are kept in {args.output_dir}; the same command goes on\n")
+        sys.exit(INTERRUPTED)
+
+
+def finish(folders: list[Path]) -> None:
+    """Prints the final line of every result."""
+    from opsd.eval_result import headline
+    from opsd.eval_store import RESULT, read_record
+
+    for folder in folders:
+        print(headline(read_record(folder / RESULT)))
+
+
+if __name__ == "__main__":
+    exit_on_bad_input(main)

@@ -1,0 +1,238 @@
+"""The parent's side of the engine processes: one per GPU (or per group of GPUs), a shared queue, and a clear error when one dies.
+
+Between eval_runner.py (what is asked) and eval_worker.py (one engine). A worker holds only as many requests as keep its engine busy, so that a
+queue of any length costs nothing and a dead engine takes only what it had in flight.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from opsd.eval_worker import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = (sys.executable, "-m", "opsd.eval_worker")
+LOG_TAIL_LINES = 15
+QUEUED_AHEAD = (
+    16  # requests beyond max_num_seqs that a worker holds, so that a free slot is filled without a round trip
+)
+
+
+class EngineDied(RuntimeError):
+    """An engine process ended before its work was done."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample."""
+
+    key: tuple[str, int]  # (problem id, sample index)
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One sampled completion and the engine that sampled it."""
+
+    request: Request
+    engine: str
+    completion_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass
+class Worker:
+    """One engine process. `name` says where it runs, e.g. `engine 1 (GPU 3)`."""
+
+    name: str
+    process: subprocess.Popen
+    connection: Connection
+    log: Path
+    held: dict[tuple[str, int], Request] = field(default_factory=dict)
+
+
+def device_groups(environment: dict[str, str], gpus: list[str], tensor_parallel_size: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every engine; [None] without a GPU. `gpus` is what the machine has, one entry each."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(len(gpus))] if chosen is None else [d for d in chosen.split(",") if d.strip()]
+    if not gpus or not devices:
+        if tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} needs GPUs, and none is visible; use 1")
+        return [None]
+    if len(devices) % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} must divide the {len(devices)} visible GPUs; change it or "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return [
+        ",".join(devices[start : start + tensor_parallel_size])
+        for start in range(0, len(devices), tensor_parallel_size)
+    ]
+
+
+class EnginePool:
+    """Engine processes that share one queue. Use as a context manager; leaving it ends every process it started."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        groups: list[str | None],
+        log_dir: Path,
+        environment: dict[str, str],
+        command: tuple[str, ...] = WORKER,
+    ):
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._window = settings.max_num_seqs + QUEUED_AHEAD
+        self._workers: list[Worker] = []
+        try:
+            for number, group in enumerate(groups):
+                self._workers.append(_start(number, group, log_dir, environment, command))
+            for worker in self._workers:
+                self._send(worker, settings)
+            for worker in self._workers:
+                self._receive(worker, "ready")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def serve(self, adapter_dir: Path | None) -> None:
+        """Every engine serves this adapter (None = the base model) from now on."""
+        for worker in self._workers:
+            self._send(worker, ("serve", adapter_dir))
+        for worker in self._workers:
+            self._receive(worker, "serving")
+
+    def run(self, requests: list[Request]) -> Iterator[Finished | None]:
+        """Yields completions as they finish, and None when a second passed without one.
+
+        Raises EngineDied, after everything that had arrived was yielded.
+        """
+        queue = deque(requests)
+        share = -(-len(queue) // len(self._workers)) if queue else 0
+        for worker in self._workers:
+            self._feed(worker, queue, min(self._window, share))
+        while any(worker.held for worker in self._workers):
+            ready = wait([worker.connection for worker in self._workers], timeout=1.0)
+            if not ready:
+                yield None
+            for worker in [w for w in self._workers if w.connection in ready]:
+                try:
+                    yield self._finished(worker)
+                    self._feed(worker, queue, self._window)
+                except EngineDied:
+                    yield from self._arrived()
+                    raise
+
+    def _finished(self, worker: Worker) -> Finished:
+        _, key, completion_ids, finish_reason = self._receive(worker, "done")
+        return Finished(worker.held.pop(key), worker.name, tuple(completion_ids), finish_reason)
+
+    def _arrived(self) -> Iterator[Finished]:
+        """What the engines that still run have sent already."""
+        for worker in self._workers:
+            while worker.process.poll() is None and worker.connection.poll():
+                yield self._finished(worker)
+
+    def _feed(self, worker: Worker, queue: deque[Request], window: int) -> None:
+        while queue and len(worker.held) < window:
+            request = queue.popleft()
+            worker.held[request.key] = request
+            self._send(worker, ("request", request.key, list(request.prompt_ids), request.seed))
+
+    def _send(self, worker: Worker, message) -> None:
+        try:
+            worker.connection.send(message)
+        except OSError:
+            raise self._death(worker) from None
+
+    def _receive(self, worker: Worker, kind: str):
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            raise self._death(worker) from None
+        if message[0] != kind:
+            raise RuntimeError(f"{worker.name} answered {message[0]!r} where {kind!r} was expected")
+        return message
+
+    def _death(self, worker: Worker) -> EngineDied:
+        try:
+            code = worker.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is None:
+            how = "closed its pipe"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}" + (
+                " (out of memory?)" if code == -signal.SIGKILL else ""
+            )
+        else:
+            how = f"ended with exit code {code}"
+        lines = worker.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        tail = "\n".join(f"  | {line}" for line in lines)
+        return EngineDied(f"{worker.name} {how}; end of its log {worker.log}:\n{tail}")
+
+    def close(self) -> None:
+        """Ends every worker: asks, waits a moment, then kills."""
+        for worker in self._workers:
+            if worker.held or worker.process.poll() is not None:
+                continue
+            try:
+                worker.connection.send(("close",))
+            except OSError:
+                logger.debug("%s is gone already", worker.name)
+        for worker in self._workers:
+            if worker.held:
+                worker.process.kill()
+            try:
+                worker.process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.connection.close()
+        self._workers = []
+
+
+def _start(
+    number: int, group: str | None, log_dir: Path, environment: dict[str, str], command: tuple[str, ...]
+) -> Worker:
+    mine, theirs = Pipe(duplex=True)
+    log = log_dir / f"engine-{number}.log"
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    variables = environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    if group is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = group
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=variables,
+            start_new_session=True,  # an interrupt from the terminal reaches the parent alone, which ends the engines in order
+        )
+    theirs.close()
+    where = "CPU" if group is None else f"GPU {group}"
+    logger.info("engine %d (%s) starts, process %d, log %s", number, where, process.pid, log)
+    return Worker(f"engine {number} ({where})", process, mine, log)

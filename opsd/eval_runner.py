@@ -1,0 +1,149 @@
+"""Runs a plan: asks the engines for what is missing, grades and stores every completion as it finishes, writes result.json.
+
+Between eval_setup.py, eval_pool.py, eval_store.py and grading.py, evaluation.py. Every sample's seed is derived from the run seed, the problem's
+id and the sample's index, so it depends neither on the number of engines nor on where a run was interrupted.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from opsd.eval_pool import EngineDied, EnginePool, Finished, Request
+from opsd.eval_result import build_result, grade_sample, regrade_samples
+from opsd.eval_setup import Plan, Target
+from opsd.eval_store import REGRADED, RESULT, SAMPLES, SampleStore
+from opsd.rollout import derive_seed
+from opsd.runinfo import write_json
+
+logger = logging.getLogger(__name__)
+
+
+def missing_requests(plan: Plan, samples: list[dict]) -> list[Request]:
+    """The (problem, sample) pairs that are not among `samples`, one round over all problems after the other."""
+    done = {(s["problem_id"], s["sample_index"]) for s in samples}
+    seed = plan.regime.seed
+    return [
+        Request((problem.id, index), tuple(ids), derive_seed(seed, problem.id, index))
+        for index in range(plan.regime.samples_per_problem)
+        for problem, ids in zip(plan.benchmark.problems, plan.prompt_ids, strict=True)
+        if (problem.id, index) not in done
+    ]
+
+
+class Progress:
+    """The bar: completions, tokens a second, running avg@k, truncated share, time left."""
+
+    def __init__(self, name: str, samples: list[dict], total: int):
+        self._bar = tqdm(total=total, initial=len(samples), desc=name, unit="completion", dynamic_ncols=True)
+        self._scores: dict[str, list[bool]] = defaultdict(list)
+        self._truncated = 0
+        self._tokens = 0
+        self._started = time.monotonic()
+        for sample in samples:
+            self._count(sample)
+
+    def add(self, sample: dict) -> None:
+        self._count(sample)
+        self._tokens += sample["token_count"]
+        done = sum(map(len, self._scores.values()))
+        mean = sum(sum(scores) / len(scores) for scores in self._scores.values()) / len(self._scores)
+        self._bar.set_postfix_str(
+            f"{self._tokens / max(time.monotonic() - self._started, 1e-9):,.0f} tokens/s, avg {100 * mean:.1f} %, "
+            f"truncated {100 * self._truncated / done:.1f} %",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def _count(self, sample: dict) -> None:
+        self._scores[sample["problem_id"]].append(sample["correct"])
+        self._truncated += sample["truncated"]
+
+    def idle(self) -> None:
+        """Keeps the clock of the bar moving."""
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def run_plan(
+    plan: Plan, *, resume: bool, groups: list[str | None], environment: dict[str, str], command=None
+) -> list[Path]:
+    """Makes every target's result.json, with one load of the engines for all of them. Returns the folders.
+
+    Raises EngineDied when an engine ends early; what was finished until then stays in samples.jsonl.
+    """
+    pool = None
+    folders = []
+    try:
+        for target in plan.targets:
+            with SampleStore(target.folder) as store:
+                _open(store, plan, target, resume)
+                requests = missing_requests(plan, store.samples)
+                if requests and pool is None:
+                    logs = Path(target.folder if len(plan.targets) == 1 else target.folder.parent) / "engines"
+                    pool = EnginePool(plan.settings, groups, logs, environment, *([command] if command else []))
+                if requests:
+                    pool.serve(target.adapter_dir)
+                    _sample(plan, target, store, pool, requests)
+                write_json(target.folder / RESULT, build_result(target.manifest, store.samples))
+            folders.append(target.folder)
+    finally:
+        if pool is not None:
+            pool.close()
+    return folders
+
+
+def _open(store: SampleStore, plan: Plan, target: Target, resume: bool) -> None:
+    """Takes over finished samples; those graded by other rules are graded again."""
+    before = store.open(target.manifest, resume=resume)
+    if not store.samples:
+        return
+    logger.info("%s: resuming with %d finished samples", target.folder, len(store.samples))
+    same_rules = before["grader_version"] == target.manifest["grader_version"]
+    if not same_rules or before["regime"][REGRADED] != target.manifest["regime"][REGRADED]:
+        logger.info("%s: grading rules have changed, grading again", target.folder)
+        store.replace_samples(regrade_samples(store.samples, target.manifest, plan.regime.box_policy))
+
+
+def _sample(plan: Plan, target: Target, store: SampleStore, pool: EnginePool, requests: list[Request]) -> None:
+    answers = {problem.id: problem.answer for problem in plan.benchmark.problems}
+    progress = Progress(target.manifest["name"], store.samples, len(store.samples) + len(requests))
+    try:
+        for finished in pool.run(requests):
+            if finished is None:
+                progress.idle()
+                continue
+            sample = _record(plan, target, finished, answers[finished.request.key[0]])
+            store.add(sample)
+            progress.add(sample)
+    except EngineDied as error:
+        total = len(plan.benchmark.problems) * plan.regime.samples_per_problem
+        raise EngineDied(
+            f"{error}\n{len(store.samples)} of {total} samples are kept in {target.folder / SAMPLES}; run the same command "
+            "to go on with the rest"
+        ) from None
+    finally:
+        progress.close()
+
+
+def _record(plan: Plan, target: Target, finished: Finished, answer: str) -> dict:
+    ids = list(finished.completion_ids)
+    ended = finished.finish_reason == "stop" and ids and ids[-1] in plan.settings.eos_ids
+    text = plan.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+    problem_id, index = finished.request.key
+    return {
+        "problem_id": problem_id,
+        "sample_index": index,
+        "seed": finished.request.seed,
+        "text": text,
+        "token_count": len(ids),
+        "finish_reason": finished.finish_reason,
+        "truncated": finished.finish_reason == "length",
+        **grade_sample(text, answer, finished.finish_reason, plan.text_prefix, plan.regime.box_policy),
+        "engine": f"{plan.settings.kind}, {finished.engine}",
+        "adapter": target.manifest["adapter"],
+    }
