@@ -121,7 +121,7 @@ def test_reference_only_teacher_and_prefix(tmp_path, tokenizer):
 def test_overlong_prompts_stop_or_are_dropped_but_never_cut(tmp_path, tokenizer):
     rows = [make_row(1), make_row(2, problem="long " * 100), make_row(3), make_row(4, solution="s" * 900), make_row(5)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    limits = {"max_prompt_length": 300, "max_teacher_prompt_length": 1000}
+    limits = {"max_prompt_length": 300, "max_teacher_prompt_length": 900}
     with pytest.raises(
         ValueError, match=r"max_prompt_length=300 tokens is exceeded by prompt_ids of 1 of 5 rows \(rows 2;"
     ):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from opsd import prompts
@@ -133,6 +133,16 @@ def test_render_ids_is_a_plain_list_that_reads_back_as_the_rendered_text(templat
     assert ids == tokenizer.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=False, enable_thinking=thinking
     )
+
+
+def test_no_special_token_is_added_around_the_template():
+    tokenizer = make_tokenizer(PLAIN_STYLE)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    ids = prompts.render_ids(tokenizer, prompts.student_messages("P?"), enable_thinking=False)
+    assert tokenizer.bos_token_id not in ids
 
 
 def test_qwen3_style_rendering_golden():
