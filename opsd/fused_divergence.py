@@ -228,6 +228,12 @@ def pick_backend(backend: str, student, teacher, student_hidden, settings: Diver
     """The pass to run; `auto` is Triton on a CUDA device where it can do what is asked, otherwise torch."""
     if backend == "torch" or (backend == "auto" and not student_hidden.is_cuda):
         return torch_pass
-    if backend == "auto" and importlib.util.find_spec("triton") is None:
+    installed = importlib.util.find_spec("triton") is not None
+    if backend == "triton" and not installed:
+        raise ValueError("backend='triton' but triton is not installed; install it or use backend='torch'")
+    plain = settings.top_k is None and student.softcap is None and student.bias is None and teacher.bias is None
+    if backend == "auto" and not (installed and plain and student.compute_dtype == torch.float32):
         return torch_pass
-    raise ValueError("backend='triton' is not available; use backend='torch'")
+    from .triton_divergence import triton_pass
+
+    return triton_pass
