@@ -164,7 +164,7 @@ def _load_local(path_text: str) -> Benchmark:
     rows = []
     for row in iter_rows(path):
         if row.defect is not None:
-            raise ValueError(f"benchmark={path}: row {row.number} {row.defect}; repair the file")
+            raise ValueError(f"benchmark={path}: row {row.number}: {row.defect}; repair the file")
         rows.append(row.values)
     problems = _problems(rows, ("id", "problem", "answer"), f"benchmark={path}", "expression")
     found = content_sha256(problems)

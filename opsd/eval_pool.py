@@ -1,7 +1,7 @@
 """The parent's side of the engine processes: one per GPU (or per group of GPUs), a shared queue, and a clear error when one dies.
 
-Between eval_runner.py (what is asked) and eval_worker.py (one engine). A worker holds only as many requests as keep its engine busy, so that a
-queue of any length costs nothing and a dead engine takes only what it had in flight.
+Between eval_runner.py (what is asked) and eval_worker.py (one engine). A worker holds only as many requests as keep its engine
+busy, so that a queue of any length costs nothing and a dead engine takes only what it had in flight.
 """
 
 import logging
@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Runs a plan: asks the engines for what is missing, grades and stores every completion as it finishes, writes result.json.
 
-Between eval_setup.py, eval_pool.py, eval_store.py and grading.py, evaluation.py. Every sample's seed is derived from the run seed, the problem's
-id and the sample's index, so it depends neither on the number of engines nor on where a run was interrupted.
+Between eval_setup.py, eval_pool.py, eval_store.py and eval_result.py. Every sample's seed is derived from the run seed, the
+problem's id and the sample's index, so it depends neither on the number of engines nor on where a run was interrupted.
 """
 
 import logging

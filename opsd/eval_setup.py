@@ -1,4 +1,4 @@
-"""From parsed arguments to a checked plan: model, adapters, prompts, engine settings, manifests. Nothing slow happens before it is complete.
+"""From parsed arguments to a checked plan: model, adapters, prompts, engine settings, manifests; nothing slow comes before it.
 
 Between eval_args.py, benchmarks.py and eval_runner.py. Reads the model's config, tokenizer and hashes; no weights are loaded.
 """
