@@ -11,7 +11,7 @@ _RELATIONS = re.compile(
     r"[<>;:?_|&]|\\(?:pm|mp|leq?|geq?|lt|gt|neq?|approx|sim|simeq|equiv|in|notin|cup|cap|to|or|and|lor|land|vee|wedge|implies|iff|ldots|dots"
     r"|cdots|infty|rightarrow|Rightarrow|begin|text|mathrm|mbox)(?![a-zA-Z])|[^\x00-\x7f]"
 )
-_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\^(?:\{([0-9]+)\}|\(([0-9]+)\)|([0-9]+))")
+_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\^(?:\{([0-9]+)\}|\(([0-9]+)\)|([0-9]+))(?![\^0-9])")
 MAX_DIGITS = 1000
 MAX_NESTING = 40
 

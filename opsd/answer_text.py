@@ -46,7 +46,7 @@ def normalise(answer: str) -> str:
     text = re.sub(r"(?<!\\)\\(?:[\[\]()$,;: ]|(?:qquad|quad|thinspace)(?![a-zA-Z]))|[$~]", " ", text)
     text = re.sub(WRAPPER + r"\{\s*\}", "", text)
     text = re.sub(_SIZE + r"(?![a-zA-Z])\s*\.?(?<!\.)|\\(?:text)?color\s*\{[^{}]*\}", "", text)
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"(?<=[0-9)}])\*\*(-?[0-9]+)(?![0-9]|\*\*)", r"^{\1}", re.sub(r"\\[dtc]frac", r"\\frac", text))
     text = re.sub(r"\\frac\s*(?:([0-9])|(\\[a-zA-Z]+))\s*(?:([0-9a-zA-Z])|(\\[a-zA-Z]+))", r"\\frac{\1\2}{\3\4}", text)
     text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([0-9a-zA-Z])", r"\\frac\1{\2}", text)
     text = re.sub(r"\\frac\s*([0-9a-zA-Z])\s*(?=\{)", r"\\frac{\1}", text)
@@ -79,7 +79,9 @@ def _closing(text: str, opening: int) -> int:
 def as_integer(text: str) -> str | None:
     """The integer that `text` (normalised) denotes, as a decimal string without leading zeros; None when it is not one."""
     text = re.sub(r"^(?:\\(?:text|textbf|mathrm)\s*\{)?\s*\([A-J]\)\s*\}?\s*(?=[+-]?[0-9])", "", text)  # "(C) 25"
-    text = re.sub(r"^\\text\s*\{[^{}0-9]*\b(?:answer|is|equals|total)\b\s*[:=]?\s*\}\s*(?=[+-]?[0-9])", "", text)
+    text = re.sub(
+        r"^\\text\s*\{[^{}0-9]*\b(?:answer|is|equals|total)\b\s*[:=]?\s*\}\s*(?=[+-]?[0-9])", "", text, flags=re.I
+    )
     text = re.sub(r"\s*\\pmod\s*\{?\s*[0-9]+\s*\}?$|\s*\(mod\s*[0-9]+\)$", "", text)
     text = re.sub(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degrees?|\\%|%)(?:\s*[CF])?$", "", strip_unit(text)).strip()
     while text.startswith("(") and _closing(text, 0) == len(text) - 1:
