@@ -95,3 +95,18 @@ def test_setup_without_any_usable_python(tmp_path):
     assert run.returncode == 2 and run.stdout == ""
     assert "no Python 3.11 or newer found on PATH (python3 is Python 3.8.1)" in run.stderr
     assert not (clone / ".venv").exists()
+
+
+def test_the_active_environment_is_used_when_it_meets_the_pins(tmp_path):
+    cpu = [str(ROOT / name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")]
+    if main(cpu) and main([str(ROOT / "requirements.txt")]):
+        pytest.skip("the interpreter of this test run does not meet the pins itself")
+    clone = tmp_path / "clone"
+    (clone / "opsd").mkdir(parents=True)
+    for name in ["setup.sh", "opsd/pins.py", *(path.name for path in ROOT.glob("requirements*.txt"))]:
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = subprocess.run(["bash", str(clone / "setup.sh")], capture_output=True, text=True, env=environ)
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).parent == Path(sys.executable).parent
+    assert not (clone / ".venv").exists()
