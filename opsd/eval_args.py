@@ -1,6 +1,7 @@
 """Arguments of `eval_aime.py` besides the regime: what is evaluated, where results go, which engine, and the modes that do not generate."""
 
 import dataclasses
+import difflib
 import glob
 import hashlib
 import json
@@ -92,9 +93,12 @@ def parse_eval_args(argv: list[str]) -> tuple[EvalArgs, EvalRegime, tuple[list[s
     """(arguments, regime, the two sides of --compare). Raises ValueError of one line for unknown or bad flags."""
     argv, sides = _split_compare(argv)
     parser = OneLineParser((EvalArgs, EvalRegime), allow_abbrev=False, description="avg@k of a model on a benchmark")
-    args, regime, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    unknown = [word for word in parser.parse_known_args(argv)[1] if word.startswith("-")]
     if unknown:
-        raise ValueError(f"unknown argument {unknown[0]!r}; see --help")
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        raise ValueError(f"unknown argument {unknown[0]!r}; {f'did you mean {near[0]}?' if near else 'see --help'}")
+    args, regime = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     if args.engine == "transformers" and regime.kv_cache_dtype != "auto":
         raise ValueError(f"kv_cache_dtype={regime.kv_cache_dtype} needs engine=vllm; use auto")
     return args, regime, sides
