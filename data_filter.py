@@ -9,9 +9,10 @@ import argparse
 import logging
 from pathlib import Path
 
+from opsd.benchmarks import load_benchmark
 from opsd.filter_output import AfterFilter, write_rows
 from opsd.filter_report import LengthHistogram, table
-from opsd.filters import FilterRules, read_benchmark, read_pass_rates
+from opsd.filters import FilterRules, read_pass_rates
 from opsd.overlap import BenchmarkIndex
 from opsd.row_filter import RowFilter, kept_rows
 from opsd.rows import iter_rows
@@ -62,12 +63,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--pass_rates", type=Path, help="per-sample JSONL of eval_aime.py on the rows' problems; not given = off")
     add("--min_pass_rate", type=float, help="least share of correct samples, 0-1; 0 = off")
     add("--max_pass_rate", type=float, help="largest share of correct samples, 0-1; 1 = off")
-    add("--benchmark", type=Path, help="drop copies of these problems (id, problem); not given = off")
+    add("--benchmark", help="drop copies of its problems; a file or a name that eval_aime.py knows; not given = off")
     add("--benchmark_overlap", type=float, help="share of a problem's 8-word runs that makes a copy; default 0.5")
     add("--drop_duplicates", action="store_true", help="keep the first of rows with the same normalised problem")
     after = parser.add_argument_group("after filtering")
     add = after.add_argument
-    add("--target_answers", type=Path, help="weight rows so that answers are distributed as here (column answer)")
+    add("--target_answers", help="weight rows so that answers are distributed as in this benchmark, a file or a name")
     add("--weights", type=Path, help="write each kept row's weight as JSONL")
     add("--sample", type=int, help="keep N rows, drawn without replacement, by weight if weighted; not given = all")
     add("--seed", type=int, help="seed of --sample; default 0")
@@ -91,7 +92,7 @@ def build_filter(args: argparse.Namespace) -> RowFilter:
     """The rules that the command line asks for, with the files they need read."""
     index = None
     if args.benchmark:
-        problems = {str(row["id"]): row["problem"] for row in read_benchmark(args.benchmark, ["id", "problem"])}
+        problems = {problem.id: problem.problem for problem in load_benchmark(args.benchmark).problems}
         index = BenchmarkIndex(problems, 0.5 if args.benchmark_overlap is None else args.benchmark_overlap)
     low, high = args.min_pass_rate, args.max_pass_rate
     rules = FilterRules(

@@ -18,7 +18,7 @@ from opsd.filters import FilterRules
 from opsd.row_filter import NAMED_ROWS, RowFilter, kept_rows
 from opsd.rows import SourceRow, iter_hub_rows, iter_rows
 
-FILTER_COLUMNS = ["source", "problem", "Answer", "generated_token_count"]
+FILTER_COLUMNS = ["problem", "Answer", "generated_token_count"]
 TOKENISE_ROWS = 128  # prompts encoded in one call, which the tokenizer spreads over the cores
 
 

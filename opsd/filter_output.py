@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from opsd.filters import answer_text, problem_id, read_benchmark
+from opsd.benchmarks import load_benchmark
+from opsd.filters import answer_text, problem_id
 from opsd.reweight import answer_kind, draw, kind_weights
 from opsd.rows import SourceRow, encode_line, open_atomic
 
@@ -22,7 +23,7 @@ from opsd.rows import SourceRow, encode_line, open_atomic
 class AfterFilter:
     """What happens to the kept rows besides being written; every default does nothing."""
 
-    target_answers: Path | None = None  # benchmark whose distribution of answers the weights aim at
+    target_answers: str | None = None  # name or file of the benchmark whose distribution of answers the weights aim at
     weights: Path | None = None  # where each output row's weight is written
     sample: int | None = None  # rows drawn; None = all
     seed: int = 0
@@ -33,23 +34,17 @@ def write_rows(rows: Iterable[SourceRow], output: Path, after: AfterFilter) -> d
     """Writes all files or, after an error, none; returns what the report says about them."""
     target = None
     if after.target_answers:
-        answers = (row["answer"] for row in read_benchmark(after.target_answers, ["answer"]))
-        target = Counter(answer_kind(answer_text(answer)) for answer in answers)
+        problems = load_benchmark(after.target_answers).problems
+        target = Counter(answer_kind(answer_text(problem.answer)) for problem in problems)
     numbers, kinds = array("Q"), []
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(open_atomic(output))
-        bench = stack.enter_context(open_atomic(after.benchmark_output)) if after.benchmark_output else None
         kept = out if after.sample is None else stack.enter_context(tempfile.TemporaryFile(dir=output.parent))
-        bench_kept = bench
-        if bench and after.sample is not None:
-            bench_kept = stack.enter_context(tempfile.TemporaryFile(dir=output.parent))
         for row in rows:
             kept.write(encode_line(row))
             numbers.append(row.number)
             if target is not None:
                 kinds.append(answer_kind(answer_text(row.values.get("Answer"))))
-            if bench_kept:
-                bench_kept.write(_benchmark_line(row.values))
         info = {"written": len(numbers)}
         weights = [1.0] * len(numbers)
         if target is not None:
@@ -59,19 +54,14 @@ def write_rows(rows: Iterable[SourceRow], output: Path, after: AfterFilter) -> d
         if after.sample is not None:
             chosen = draw(weights, after.sample, after.seed)
             _copy_lines(kept, chosen, out)
-            if bench:
-                _copy_lines(bench_kept, chosen, bench)
             info["written"] = len(chosen)
         if after.weights:
             lines = stack.enter_context(open_atomic(after.weights))
             for number, kind, weight in zip(numbers, kinds, weights, strict=True):
                 lines.write(json.dumps({"row": number, "kind": kind, "weight": weight}).encode() + b"\n")
+        if after.benchmark_output:
+            _write_benchmark(out, stack.enter_context(open_atomic(after.benchmark_output)))
     return info
-
-
-def _benchmark_line(values: dict) -> bytes:
-    problem = {"id": problem_id(values), "problem": values["problem"], "answer": answer_text(values["Answer"])}
-    return json.dumps(problem, ensure_ascii=False).encode() + b"\n"
 
 
 def _copy_lines(source: BinaryIO, chosen: list[int], target: BinaryIO) -> None:
@@ -83,3 +73,16 @@ def _copy_lines(source: BinaryIO, chosen: list[int], target: BinaryIO) -> None:
         if position == index:
             target.write(line)
             index = next(wanted, None)
+
+
+def _write_benchmark(rows: BinaryIO, benchmark: BinaryIO) -> None:
+    """The rows as `id, problem, answer`; of rows with one id (a repeated problem) the first."""
+    rows.seek(0)
+    seen: set[str] = set()
+    for line in rows:
+        values = json.loads(line.decode("utf-8-sig"))
+        identifier = problem_id(values)
+        if identifier not in seen:
+            seen.add(identifier)
+            problem = {"id": identifier, "problem": values["problem"], "answer": answer_text(values["Answer"])}
+            benchmark.write(json.dumps(problem, ensure_ascii=False).encode() + b"\n")

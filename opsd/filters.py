@@ -7,7 +7,6 @@ integer `Answer` whose trace has at least 2,000 tokens (29,434 -> 9,775 rows); e
 import hashlib
 import re
 import string
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,30 +88,19 @@ def problem_id(row: dict) -> str:
     return hashlib.sha256(row["problem"].encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def read_benchmark(path: Path, columns: list[str]) -> list[dict]:
-    """The rows of a benchmark (`id, problem, answer`) or another small table; every row must have the columns."""
-    return list(_whole_rows(path, columns))
-
-
 def read_pass_rates(path: Path) -> dict[str, float]:
     """Problem id -> share of correct samples, 0-1, from the per-sample records of `eval_aime.py`."""
     samples: dict[str, list[int]] = {}
-    for record in _whole_rows(path, ["problem_id", "correct"]):
-        if not isinstance(record["correct"], bool):
-            raise ValueError(f"{path}: correct={record['correct']!r} must be true or false; give per-sample records")
-        counts = samples.setdefault(str(record["problem_id"]), [0, 0])
-        counts[0] += record["correct"]
+    for row in iter_rows(path, field="pass_rates"):
+        if row.defect:
+            raise ValueError(f"pass_rates={path}: row {row.number}: {row.defect}; repair it")
+        problem, correct = row.values.get("problem_id"), row.values.get("correct")
+        if problem is None or not isinstance(correct, bool):
+            raise ValueError(
+                f"pass_rates={path}: row {row.number} has problem_id={problem!r}, correct={correct!r}; "
+                "give the per-sample records of eval_aime.py"
+            )
+        counts = samples.setdefault(str(problem), [0, 0])
+        counts[0] += correct
         counts[1] += 1
     return {problem: correct / total for problem, (correct, total) in samples.items()}
-
-
-def _whole_rows(path: Path, columns: list[str]) -> Iterator[dict]:
-    for row in iter_rows(path):
-        if row.defect:
-            raise ValueError(f"{path}: row {row.number}: {row.defect}; repair it")
-        for column in columns:
-            if row.values.get(column) is None:
-                raise ValueError(
-                    f"{path}: row {row.number} has no {column}; the columns {', '.join(columns)} are needed"
-                )
-        yield row.values

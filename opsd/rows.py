@@ -74,7 +74,7 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb") as handle:
+        with os.fdopen(descriptor, "w+b") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
