@@ -11,6 +11,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from datasets.table import InMemoryTable
 
 from opsd import prompts
 from opsd.args import DataArgs
@@ -77,7 +78,9 @@ def load_training_examples(
     examples |= {name: [arrays[index] for index in fits] for name, arrays in columns.items()}
     features = {name: datasets.List(datasets.Value("int32")) for name in columns}
     features = datasets.Features({"example_id": datasets.Value("string"), **features})
-    return datasets.Dataset.from_dict(examples, features=features), counts
+    table = InMemoryTable.from_pydict(examples, schema=features.arrow_schema)
+    # an explicit fingerprint: hashing the table pickles pyarrow types, which fails with some dill versions, for a cache nobody reads
+    return datasets.Dataset(table, datasets.DatasetInfo(features=features), fingerprint="opsd"), counts
 
 
 def load_rows(args: DataArgs, train_file: Path | None = None) -> tuple[list[SourceRow], dict]:
