@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     build_shape(arguments.output_dir / "model", seed=arguments.seed, device=device)
-    write_rows(arguments.output_dir / "train.jsonl", rows=400, problem_tokens=130, solution_tokens=(350, 350), seed=arguments.seed)
+    write_rows(arguments.output_dir / "train.jsonl", rows=400, problem_tokens=180, solution_tokens=(350, 350), seed=arguments.seed)
     logging.basicConfig(level=logging.INFO)
     logger.info("%s: %s", arguments.output_dir, json.dumps({"device": device}))
 

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from transformers import AttentionInterface, PreTrainedModel
 
 NAME = "opsd_varlen"
+VARLEN_NAMES_GQA = Version(torch.__version__) >= Version("2.12")  # before, grouped heads needed no flag
 
 
 def varlen_attention(
@@ -50,7 +52,7 @@ def varlen_attention(
             max_length_q,
             scale=scaling,
             window_size=(-1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **({"enable_gqa": q.shape[1] != k.shape[1]} if VARLEN_NAMES_GQA else {}),
         )
         return out.unsqueeze(0), None
     pieces = []
