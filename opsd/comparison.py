@@ -9,7 +9,7 @@ comparison_text.py.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean
+from statistics import fmean
 
 from opsd import paired_tests as tests
 from opsd.comparison_checks import (
@@ -81,7 +81,7 @@ def compare(
     sd_d = None if new["standard_error"] is None else new["standard_error"] * math.sqrt(len(kept))
     new["problems_needed"] = None if not sd_d else tests.problems_needed(difference, sd_d)
     runs_test = tests.run_level_test(
-        mean(a.run_scores), a.sd_between_runs, a.runs, mean(b.run_scores), b.sd_between_runs, b.runs
+        fmean(a.run_scores), a.sd_between_runs, a.runs, fmean(b.run_scores), b.sd_between_runs, b.runs
     )
     overdispersed = any(s.spread_p_larger is not None and s.spread_p_larger < SUSPICIOUS for s in (a, b))
     basis = "runs" if overdispersed and runs_test else "samples"
@@ -149,7 +149,7 @@ def _candidates(side_a: Sequence[dict], side_b: Sequence[dict], ids: list[str]) 
             own = pool_counts([result], ids)
             pairs = [(r, o) for r, o in zip(reference, own, strict=True) if r[0] and o[0]]
             z, p = tests.stratified_test([r for r, _ in pairs], [o for _, o in pairs])
-            gain = mean(tests.rates([o for _, o in pairs])) - mean(tests.rates([r for r, _ in pairs]))
+            gain = fmean(tests.rates([o for _, o in pairs])) - fmean(tests.rates([r for r, _ in pairs]))
             rows.append({"side": label, "name": result["name"], "difference": gain, "cmh_z": z, "p": p})
     for row, adjusted in zip(rows, tests.holm([row["p"] for row in rows]), strict=True):
         row["holm_p"] = adjusted

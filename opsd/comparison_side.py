@@ -6,7 +6,7 @@ Used by comparison.py. Scores are fractions in 0-1.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import fmean
 
 from opsd.distributions import chi_square_cdf
 from opsd.evaluation import score_with_errors, variance_same_problems
@@ -49,7 +49,7 @@ def _run_counts(result: dict) -> list[tuple[int, int]]:
 
 def describe_side(side: Sequence[dict], counts: list[tuple[int, int]]) -> Side:
     errors = score_with_errors(counts)
-    run_scores = [mean(c / n for n, c in _run_counts(result)) for result in side]
+    run_scores = [fmean(c / n for n, c in _run_counts(result)) for result in side]
     # The pooled counts predict one run best: rescale their variance from R*n samples to the n samples of one run.
     variance = variance_same_problems(counts)
     sampling_sd = None if variance is None else math.sqrt(variance * len(side))
@@ -57,7 +57,7 @@ def describe_side(side: Sequence[dict], counts: list[tuple[int, int]]) -> Side:
     chi_square = p_larger = p_smaller = beyond = None
     if sd is not None and sampling_sd:
         own = [variance_same_problems(_run_counts(result)) for result in side]
-        within = math.sqrt(mean(own)) if None not in own else sampling_sd
+        within = math.sqrt(fmean(own)) if None not in own else sampling_sd
         chi_square = (len(side) - 1) * sd**2 / within**2 if within > 0 else None
         beyond = math.sqrt(max(0.0, sd**2 - within**2))
     if chi_square is not None:

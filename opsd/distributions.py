@@ -6,6 +6,7 @@ quantiles by bisection. Accurate to about 1e-10, which the tests check against p
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from statistics import NormalDist
 
 _TINY = 1e-300
@@ -31,6 +32,7 @@ def t_two_sided(t: float, df: float) -> float:
     return _incomplete_beta(df / 2, 0.5, df / (df + t * t))
 
 
+@lru_cache
 def t_quantile(probability: float, df: float) -> float:
     return _bisect(lambda t: t_cdf(t, df), probability, -1e6, 1e6)
 

@@ -12,7 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from statistics import mean, median
+from statistics import fmean, median
 
 from opsd import answer_text
 from opsd.distributions import normal_quantile, t_quantile
@@ -33,7 +33,7 @@ def count_by_problem(samples: Sequence[dict], problems: Sequence[dict]) -> list[
             "correct": sum(sample["correct"] for sample in group),
             "truncated": sum(sample["truncated"] for sample in group),
             "no_box": sum(sample["reason"] in NO_BOX_REASONS for sample in group),
-            "mean_tokens": mean(sample["token_count"] for sample in group) if group else None,
+            "mean_tokens": fmean(sample["token_count"] for sample in group) if group else None,
         }
         for problem, group in zip(problems, grouped, strict=True)
     ]
@@ -64,7 +64,7 @@ def build_statistics(samples: Sequence[dict], problems: Sequence[dict], k: int) 
         "majority_at_k": {str(j): majority_at(groups, j) for j in _majority_sizes(k)},
         "truncation_rate": _mean_rate(groups, lambda sample: sample["truncated"]),
         "no_box_rate": _mean_rate(groups, lambda sample: sample["reason"] in NO_BOX_REASONS),
-        "mean_tokens": mean(mean(sample["token_count"] for sample in group) for group in groups),
+        "mean_tokens": fmean(fmean(sample["token_count"] for sample in group) for group in groups),
         "median_tokens": median(lengths),
         "max_tokens": max(lengths),
         "total_tokens": sum(lengths),
@@ -77,12 +77,12 @@ def build_statistics(samples: Sequence[dict], problems: Sequence[dict], k: int) 
 def score_with_errors(counts: Sequence[tuple[int, int]]) -> dict:
     """avg@k and its errors from (samples, correct) per problem. None where an error cannot be estimated."""
     rates = [correct / n for n, correct in counts]
-    score, size = mean(rates), len(counts)
+    score, size = fmean(rates), len(counts)
     same = variance_same_problems(counts)
     same = None if same is None else math.sqrt(same)
     new = math.sqrt(sum((rate - score) ** 2 for rate in rates) / (size * (size - 1))) if size > 1 else None
     within = (
-        None if same is None else mean(rate * (1 - rate) / (n - 1) for rate, (n, _) in zip(rates, counts, strict=True))
+        None if same is None else fmean(rate * (1 - rate) / (n - 1) for rate, (n, _) in zip(rates, counts, strict=True))
     )
     return {
         "avg_at_k": score,
@@ -105,13 +105,13 @@ def variance_same_problems(counts: Sequence[tuple[int, int]]) -> float | None:
 def pass_at(counts: Sequence[tuple[int, int]], j: int) -> tuple[float | None, int]:
     """Unbiased pass@j over the problems with at least `j` samples, and how many those are (None when there is none)."""
     values = [1 - math.comb(n - correct, j) / math.comb(n, j) for n, correct in counts if n >= j]
-    return (mean(values) if values else None), len(values)
+    return (fmean(values) if values else None), len(values)
 
 
 def majority_at(groups: Sequence[Sequence[dict]], j: int) -> float | None:
     """Majority vote of `j` samples, averaged over subsets; an unanswered sample votes for "unanswered"; ties share credit."""
     values = [_majority_credit([_answer_class(sample) for sample in group], j) for group in groups if len(group) >= j]
-    return mean(values) if values else None
+    return fmean(values) if values else None
 
 
 def _majority_credit(votes: list[str], j: int) -> float:
@@ -126,7 +126,7 @@ def _majority_credit(votes: list[str], j: int) -> float:
         best = max(tally.values())
         winners = [answer for answer, votes_for in tally.items() if votes_for == best]
         credits.append(("correct" in winners) / len(winners))
-    return mean(credits)
+    return fmean(credits)
 
 
 def _answer_class(sample: dict) -> str:
@@ -166,16 +166,16 @@ def _interval(center: float, error: float, quantile: float) -> list[float]:
 
 
 def _mean_rate(groups: Sequence[Sequence[dict]], predicate) -> float:
-    return mean(mean(float(predicate(sample)) for sample in group) for group in groups)
+    return fmean(fmean(float(predicate(sample)) for sample in group) for group in groups)
 
 
 def _truncated_bounds(groups: Sequence[Sequence[dict]]) -> dict:
     """The score if every truncated sample were right, and with truncated samples left out (with the problems that remain)."""
     finished = [[sample for sample in group if not sample["truncated"]] for group in groups]
-    left = [mean(float(sample["correct"]) for sample in group) for group in finished if group]
+    left = [fmean(float(sample["correct"]) for sample in group) for group in finished if group]
     return {
         "all_truncated_correct": _mean_rate(groups, lambda sample: sample["correct"] or sample["truncated"]),
-        "truncated_left_out": mean(left) if left else None,
+        "truncated_left_out": fmean(left) if left else None,
         "truncated_left_out_problems": len(left),
     }
 

@@ -8,7 +8,7 @@ differences, power). Differences are B minus A, fractions in 0-1.
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, mean, stdev
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def rates(counts: Counts) -> list[float]:
 
 def difference_same_problems(a: Counts, b: Counts, seed: int) -> dict:
     """Difference with the sampling error given the problems. The samples are independent: pairing narrows nothing here."""
-    difference = mean(rates(b)) - mean(rates(a))
+    difference = fmean(rates(b)) - fmean(rates(a))
     variances = variance_same_problems(a), variance_same_problems(b)
     if None in variances:
         return {"standard_error": None, "interval": None, "bootstrap_interval": None}

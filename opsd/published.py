@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean
+from statistics import fmean
 
 from opsd import paired_tests as tests
 from opsd.comparison import DIFFERENCES_OF_INTEREST, verdict
@@ -35,7 +35,7 @@ class PublishedScore:
 
 def published_from_runs(name: str, scores: Sequence[float]) -> PublishedScore:
     """From the scores of single runs."""
-    return PublishedScore(name, mean(scores), tests.standard_deviation(scores), len(scores))
+    return PublishedScore(name, fmean(scores), tests.standard_deviation(scores), len(scores))
 
 
 def parse_published(text: str) -> PublishedScore:
