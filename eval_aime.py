@@ -30,7 +30,9 @@ def main(argv: list[str]) -> None:
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("opsd").setLevel(logging.INFO)
-    if args.regrade:
+    if args.compare:
+        print(compare_sides(sides, args.allow_different_regime))
+    elif args.regrade:
         from opsd.eval_result import regrade
 
         finish([regrade(Path(args.regrade), regime.box_policy)])
@@ -41,6 +43,23 @@ def main(argv: list[str]) -> None:
         print(estimate_plan(make_plan(args, regime), engine_groups(args), hardware()["gpus"]))
     else:
         finish(evaluate(args, regime))
+
+
+def compare_sides(sides: tuple[list[str], list[str]], allow_different_regime: bool) -> str:
+    """The paired comparison of two sides of results, as text."""
+    from opsd.comparison import compare
+    from opsd.comparison_text import format_comparison
+    from opsd.eval_result import read_results
+
+    (results_a, samples_a), (results_b, samples_b) = (read_results([Path(p) for p in side]) for side in sides)
+    comparison = compare(
+        results_a,
+        results_b,
+        samples_a=samples_a,
+        samples_b=samples_b,
+        allow_different_regime=allow_different_regime,
+    )
+    return format_comparison(comparison)
 
 
 def engine_groups(args) -> list[str | None]:

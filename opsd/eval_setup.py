@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_SCHEMA = "opsd-eval-manifest/1"
 CANARY_TOKENS = 64
+RUN_FIELDS = ("schema", "status", "commit", "dirty", "command", "wall_seconds", "base_sha256_before", "base_sha256_after")
 _OPEN_THINK = re.compile(r"<think(?:ing)?>\s*\Z")
 
 
@@ -209,11 +210,9 @@ def model_sha256(model: str, config: PretrainedConfig) -> str:
 def training_record(adapter_dir: Path) -> dict | None:
     """The run.json beside or above an adapter and the optimizer step in the folder's name; None when it was trained elsewhere."""
     step = re.fullmatch(r"checkpoint-(\d+)", adapter_dir.name)
-    for folder in (adapter_dir, adapter_dir.resolve().parent):
+    for folder in (adapter_dir, adapter_dir.parent):
         if (folder / "run.json").is_file():
-            return {
-                "run_dir": str(folder),
-                "step": int(step[1]) if step else None,
-                "run": read_record(folder / "run.json"),
-            }
+            run = read_record(folder / "run.json")
+            kept = {name: run[name] for name in RUN_FIELDS if name in run}
+            return {"run_dir": str(folder), "step": int(step[1]) if step else None, "run": kept}
     return None
