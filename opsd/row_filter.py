@@ -172,4 +172,6 @@ def _column_defect(values: dict, must_exist: Iterable[str], must_hold_text: Iter
     for column in must_hold_text:
         if not isinstance(values[column], str) or not values[column].strip():
             return f"no text in column {column!r}"
+        if not values[column].isascii() and any("\ud800" <= character <= "\udfff" for character in values[column]):
+            return f"half of a surrogate pair in column {column!r}, which no tokenizer accepts"
     return None

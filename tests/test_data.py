@@ -154,9 +154,10 @@ def test_a_limit_equal_to_the_length_keeps_the_prompt_whole(tmp_path, tokenizer)
         ({"solution": None}, "row 2: no text in column 'solution'"),
         ({"problem": "  "}, "row 2: no text in column 'problem'"),
         ({"problem": 7}, "row 2: no text in column 'problem'"),
+        ({"solution": "half \ud83d"}, "row 2: half of a surrogate pair in column 'solution'"),
     ],
 )
-def test_rows_without_text_stop_or_are_counted(tmp_path, tokenizer, change, message):
+def test_rows_without_usable_text_stop_or_are_counted(tmp_path, tokenizer, change, message):
     path = write_rows(tmp_path / "rows.jsonl", [make_row(1), make_row(2, **change), make_row(3)])
     with pytest.raises(ValueError, match=message):
         load(tokenizer, path)

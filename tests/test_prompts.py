@@ -145,6 +145,14 @@ def test_no_special_token_is_added_around_the_template():
     assert tokenizer.bos_token_id not in ids
 
 
+def test_a_tokenizer_saved_with_truncation_does_not_cut_prompts():
+    tokenizer = make_tokenizer(PLAIN_STYLE)
+    whole = prompts.render_ids(tokenizer, prompts.student_messages("P?"), enable_thinking=False)
+    tokenizer.backend_tokenizer.enable_truncation(10)
+    assert prompts.render_ids(tokenizer, prompts.student_messages("P?"), enable_thinking=False) == whole
+    assert len(whole) > 10
+
+
 def test_qwen3_style_rendering_golden():
     tokenizer = make_tokenizer(QWEN3_STYLE)
     student = prompts.render_text(tokenizer, prompts.student_messages("P?"), enable_thinking=False)
