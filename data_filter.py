@@ -73,7 +73,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sample", type=int, help="keep N rows, drawn without replacement, by weight if weighted; not given = all")
     add("--seed", type=int, help="seed of --sample; default 0")
     add("--benchmark_output", type=Path, help="also write the output rows as id, problem, answer, for eval_aime.py")
-    args = parser.parse_args(argv)
+    words: list[str] = []
+    for word in argv:  # a pattern may begin with a minus, which argparse would take for an option
+        if words[-1:] == ["--answer_pattern"]:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    args = parser.parse_args(words)
     if args.recompute_tokens and not (args.min_trace_tokens or args.max_trace_tokens):
         raise ValueError(f"recompute_tokens={args.recompute_tokens} needs --min_trace_tokens or --max_trace_tokens")
     for name, switch in NEEDS.items():
