@@ -64,7 +64,7 @@ def compare_sides(sides: tuple[list[str], list[str]], allow_different_regime: bo
 
 def engine_groups(args) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of every engine."""
-    from opsd.eval_pool import device_groups
+    from opsd.eval_args import device_groups
 
     return device_groups(dict(os.environ), hardware()["gpus"], args.tensor_parallel_size)
 

@@ -164,3 +164,22 @@ def regime_hash(regime: EvalRegime) -> str:
     """16 hex digits over the regime without the run seed and the number of samples: equal hash, comparable scores."""
     values = {k: v for k, v in dataclasses.asdict(regime).items() if k not in NOT_IN_HASH}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def device_groups(environment: dict[str, str], gpus: list[str], tensor_parallel_size: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of every engine; [None] without a GPU. `gpus` is what the machine has, one entry each."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(len(gpus))] if chosen is None else [d for d in chosen.split(",") if d.strip()]
+    if not gpus or not devices:
+        if tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} needs GPUs, and none is visible; use 1")
+        return [None]
+    if len(devices) % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} must divide the {len(devices)} visible GPUs; change it or "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return [
+        ",".join(devices[start : start + tensor_parallel_size])
+        for start in range(0, len(devices), tensor_parallel_size)
+    ]

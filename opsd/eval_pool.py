@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,25 +61,14 @@ class Worker:
     connection: Connection
     log: Path
     held: dict[tuple[str, int], Request] = field(default_factory=dict)
+    steps: int = 0  # decoding steps, as of the last beat
+    steps_per_second: float = 0.0
+    beat_at: float = field(default_factory=time.monotonic)
 
-
-def device_groups(environment: dict[str, str], gpus: list[str], tensor_parallel_size: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of every engine; [None] without a GPU. `gpus` is what the machine has, one entry each."""
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(i) for i in range(len(gpus))] if chosen is None else [d for d in chosen.split(",") if d.strip()]
-    if not gpus or not devices:
-        if tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} needs GPUs, and none is visible; use 1")
-        return [None]
-    if len(devices) % tensor_parallel_size:
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} must divide the {len(devices)} visible GPUs; change it or "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    return [
-        ",".join(devices[start : start + tensor_parallel_size])
-        for start in range(0, len(devices), tensor_parallel_size)
-    ]
+    def beat(self, steps: int) -> None:
+        now = time.monotonic()
+        self.steps_per_second = (steps - self.steps) / max(now - self.beat_at, 1e-9)
+        self.steps, self.beat_at = steps, now
 
 
 class EnginePool:
@@ -93,6 +83,7 @@ class EnginePool:
         command: tuple[str, ...] = WORKER,
     ):
         log_dir.mkdir(parents=True, exist_ok=True)
+        self._max_num_seqs = settings.max_num_seqs
         self._window = settings.max_num_seqs + QUEUED_AHEAD
         self._workers: list[Worker] = []
         try:
@@ -123,7 +114,7 @@ class EnginePool:
             self._receive(worker, "serving")
 
     def run(self, requests: list[Request]) -> Iterator[Finished | None]:
-        """Yields completions as they finish, and None when a second passed without one.
+        """Yields completions as they finish, and None when a while passed without one.
 
         Raises EngineDied, after everything that had arrived was yielded.
         """
@@ -143,11 +134,19 @@ class EnginePool:
                     yield from self._arrived()
                     raise
 
-    def _finished(self, worker: Worker) -> Finished:
-        _, key, completion_ids, finish_reason = self._receive(worker, "done")
+    def tokens_per_second(self) -> float:
+        """Of all engines now: every sequence that is decoded gains one token a step. An upper bound when the KV cache is full."""
+        return sum(w.steps_per_second * min(len(w.held), self._max_num_seqs) for w in self._workers)
+
+    def _finished(self, worker: Worker) -> Finished | None:
+        message = self._receive(worker, "done", "beat")
+        if message[0] == "beat":
+            worker.beat(message[1])
+            return None
+        _, key, completion_ids, finish_reason = message
         return Finished(worker.held.pop(key), worker.name, tuple(completion_ids), finish_reason)
 
-    def _arrived(self) -> Iterator[Finished]:
+    def _arrived(self) -> Iterator[Finished | None]:
         """What the engines that still run have sent already."""
         for worker in self._workers:
             while worker.process.poll() is None and worker.connection.poll():
@@ -165,13 +164,13 @@ class EnginePool:
         except OSError:
             raise self._death(worker) from None
 
-    def _receive(self, worker: Worker, kind: str):
+    def _receive(self, worker: Worker, *kinds: str):
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
             raise self._death(worker) from None
-        if message[0] != kind:
-            raise RuntimeError(f"{worker.name} answered {message[0]!r} where {kind!r} was expected")
+        if message[0] not in kinds:
+            raise RuntimeError(f"{worker.name} answered {message[0]!r} where {kinds[0]!r} was expected")
         return message
 
     def _death(self, worker: Worker) -> EngineDied:

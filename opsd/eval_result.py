@@ -44,7 +44,9 @@ def read_results(paths: list[Path]) -> tuple[list[dict], list[list[dict]]]:
     results = [read_record(path) for path in paths]
     for path, result in zip(paths, results, strict=True):
         if result.get("schema") != RESULT_SCHEMA:
-            raise ValueError(f"{path} has schema={result.get('schema')!r}, expected {RESULT_SCHEMA!r}; give a result.json")
+            raise ValueError(
+                f"{path} has schema={result.get('schema')!r}, expected {RESULT_SCHEMA!r}; give a result.json"
+            )
     beside = [Path(path).parent / SAMPLES for path in paths]
     return results, [read_jsonl(path) for path in beside] if all(path.is_file() for path in beside) else []
 

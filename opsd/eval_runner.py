@@ -45,25 +45,29 @@ class Progress:
         for sample in samples:
             self._count(sample)
 
-    def add(self, sample: dict) -> None:
+    def add(self, sample: dict, decoding: float) -> None:
         self._count(sample)
         self._tokens += sample["token_count"]
-        done = sum(map(len, self._scores.values()))
-        mean = sum(sum(scores) / len(scores) for scores in self._scores.values()) / len(self._scores)
-        self._bar.set_postfix_str(
-            f"{self._tokens / max(time.monotonic() - self._started, 1e-9):,.0f} tokens/s, avg {100 * mean:.1f} %, "
-            f"truncated {100 * self._truncated / done:.1f} %",
-            refresh=False,
-        )
+        self._show(decoding)
         self._bar.update()
+
+    def idle(self, decoding: float) -> None:
+        """Keeps the bar alive while nothing finishes; `decoding`: tokens a second that the engines report."""
+        self._show(decoding)
+        self._bar.refresh()
 
     def _count(self, sample: dict) -> None:
         self._scores[sample["problem_id"]].append(sample["correct"])
         self._truncated += sample["truncated"]
 
-    def idle(self) -> None:
-        """Keeps the clock of the bar moving."""
-        self._bar.refresh()
+    def _show(self, decoding: float) -> None:
+        rate = decoding or self._tokens / max(time.monotonic() - self._started, 1e-9)
+        parts = [f"{rate:,.0f} tokens/s"]
+        done = sum(map(len, self._scores.values()))
+        if done:
+            mean = sum(sum(scores) / len(scores) for scores in self._scores.values()) / len(self._scores)
+            parts += [f"avg {100 * mean:.1f} %", f"truncated {100 * self._truncated / done:.1f} %"]
+        self._bar.set_postfix_str(", ".join(parts), refresh=False)
 
     def close(self) -> None:
         self._bar.close()
@@ -115,11 +119,11 @@ def _sample(plan: Plan, target: Target, store: SampleStore, pool: EnginePool, re
     try:
         for finished in pool.run(requests):
             if finished is None:
-                progress.idle()
+                progress.idle(pool.tokens_per_second())
                 continue
             sample = _record(plan, target, finished, answers[finished.request.key[0]])
             store.add(sample)
-            progress.add(sample)
+            progress.add(sample, pool.tokens_per_second())
     except EngineDied as error:
         total = len(plan.benchmark.problems) * plan.regime.samples_per_problem
         raise EngineDied(

@@ -30,7 +30,16 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_SCHEMA = "opsd-eval-manifest/1"
 CANARY_TOKENS = 64
-RUN_FIELDS = ("schema", "status", "commit", "dirty", "command", "wall_seconds", "base_sha256_before", "base_sha256_after")
+RUN_FIELDS = (
+    "schema",
+    "status",
+    "commit",
+    "dirty",
+    "command",
+    "wall_seconds",
+    "base_sha256_before",
+    "base_sha256_after",
+)
 _OPEN_THINK = re.compile(r"<think(?:ing)?>\s*\Z")
 
 

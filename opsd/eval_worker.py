@@ -3,7 +3,7 @@
     python -m opsd.eval_worker <file descriptor of the pipe>
 
 Messages to the worker: EngineSettings first, then ("serve", adapter or None), ("request", key, prompt_ids, seed), ("close",).
-Messages from it: ("ready",), ("serving", what), ("done", key, completion_ids, finish_reason).
+Messages from it: ("ready",), ("serving", what), ("done", key, completion_ids, finish_reason), and ("beat", decoding steps so far).
 """
 
 import ctypes
@@ -12,12 +12,14 @@ import queue
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from opsd.rollout import SamplingSettings, VLLMEngine
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BEAT_SECONDS = 2.0
 GONE = object()  # in a queue: the other end of the pipe is closed, or nothing more will be sent
 
 
@@ -98,6 +100,7 @@ def serve(connection: Connection, build=build_engine) -> None:
 
 
 def _work(engine, sampling: SamplingSettings, inbox: queue.Queue, outbox: queue.Queue) -> None:
+    steps, last_beat = 0, time.monotonic()
     while True:
         while not engine.pending or not inbox.empty():
             message = inbox.get()
@@ -111,6 +114,10 @@ def _work(engine, sampling: SamplingSettings, inbox: queue.Queue, outbox: queue.
                 engine.submit(key, prompt_ids, sampling, seed)
         for key, rollout in engine.poll():
             outbox.put(("done", key, list(rollout.completion_ids), rollout.finish_reason))
+        steps += 1
+        if time.monotonic() - last_beat >= BEAT_SECONDS:
+            last_beat = time.monotonic()
+            outbox.put(("beat", steps))
 
 
 def _read(connection: Connection, inbox: queue.Queue) -> None:

@@ -39,6 +39,7 @@ class FakeEngine:
         if self._answered == int(os.environ.get("FAKE_DIE_AFTER", -1)):
             sys.stderr.write("fake engine runs out of memory\n")
             sys.stderr.flush()
+            time.sleep(0.5)  # what was answered before has left the process
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(os.environ.get("FAKE_SECONDS", 0)))
         self._answered += 1

@@ -179,10 +179,11 @@ def test_regime_hash_ignores_what_may_differ_between_comparable_runs():
     assert of() != of("--kv_cache_dtype", "fp8")
 
 
-def start(argv: list[str]) -> subprocess.Popen:
+def start(argv: list[str], log: Path) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "eval_aime.py"), *argv]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    with open(log, "ab") as stderr:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
 
 
 def texts(folder: Path) -> dict:
@@ -198,20 +199,20 @@ def test_vllm_killed_ten_times_gives_the_same_samples(world, tmp_path, sampling)
     """float32 on a CPU: whether a completion runs alone, in another batch or after an interruption, its tokens are the same."""
     more = ["--adapter", str(world / "run" / "checkpoint-2"), "--samples_per_problem", "100", "--max_new_tokens", "200"]
     more += ["--max_num_seqs", "16", *sampling]
-    assert start(arguments(world, tmp_path / "whole", *more, engine="vllm")).wait() == 0
+    assert start(arguments(world, tmp_path / "whole", *more, engine="vllm"), tmp_path / "log").wait() == 0
     generator = random.Random(0)
     path = tmp_path / "killed" / "samples.jsonl"
     kills = 0
     while kills < 10:
         before = path.read_bytes().count(b"\n") if path.exists() else 0
-        process = start(arguments(world, tmp_path / "killed", *more, engine="vllm"))
+        process = start(arguments(world, tmp_path / "killed", *more, engine="vllm"), tmp_path / "log")
         wanted = before + generator.randrange(1, 25)
         while process.poll() is None and (path.read_bytes().count(b"\n") if path.exists() else 0) < wanted:
             time.sleep(0.01)
-        assert process.poll() is None, "finished before the kill"
+        assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
         time.sleep(generator.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-    assert start(arguments(world, tmp_path / "killed", *more, engine="vllm")).wait() == 0
+    assert start(arguments(world, tmp_path / "killed", *more, engine="vllm"), tmp_path / "log").wait() == 0
     assert texts(tmp_path / "killed") == texts(tmp_path / "whole")

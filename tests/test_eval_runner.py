@@ -13,7 +13,8 @@ import pytest
 
 from opsd.args import EvalRegime
 from opsd.benchmarks import Benchmark, Problem, content_sha256
-from opsd.eval_pool import EngineDied, EnginePool, Request, device_groups
+from opsd.eval_args import device_groups
+from opsd.eval_pool import EngineDied, EnginePool, Request
 from opsd.eval_result import headline, regrade
 from opsd.eval_runner import missing_requests, run_plan
 from opsd.eval_setup import Plan, Target
