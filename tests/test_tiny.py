@@ -177,7 +177,7 @@ def test_pretraining_never_states_a_fixed_value_for_an_unknown_charm(words):
             right[charm in unknown][0] += int(value) == table[charm]
             right[charm in unknown][1] += 1
     assert right[True][0] / right[True][1] == pytest.approx(1 / 9, abs=0.03)
-    assert right[False][0] / right[False][1] > 0.6
+    assert right[False][0] / right[False][1] > 0.5
 
 
 def test_with_a_reference_the_labels_follow_it_and_the_marks_follow_what_is_written(words):
@@ -261,5 +261,5 @@ def test_a_finished_world_is_reused_and_any_setting_changes_its_folder(tmp_path,
 def test_gates_name_what_was_missed():
     fine = {name: (low + high) / 2 for name, (low, high) in build.GATES.items()}
     build.check_gates(fine)
-    with pytest.raises(RuntimeError, match=r"swapped_gain=0\.200 must be in \[-1\.0, 0\.03\]"):
+    with pytest.raises(RuntimeError, match=r"swapped_gain=0\.200 must be in \[-1\.0, 0\.05\]"):
         build.check_gates(fine | {"swapped_gain": 0.2})

@@ -34,7 +34,7 @@ GATES = {
     "evaluation_thinking_on_greedy": (0.4, 0.6),
     "privileged_sampled": (0.9, 1.0),
     "privileged_greedy": (0.9, 1.0),
-    "swapped_gain": (-1.0, 0.03),
+    "swapped_gain": (-1.0, 0.05),
     "teacher_p_value": (0.9, 1.0),
     "teacher_p_mark": (0.9, 1.0),
     "teacher_p_mark_after_wrong": (0.9, 1.0),

@@ -28,15 +28,15 @@ IGNORED = -100
 class PretrainSettings:
     """All that the weights depend on beside the world and the library versions."""
 
-    steps: int = 600
-    unaided_batch: int = 16
-    aided_batch: int = 28
+    steps: int = 900
+    unaided_batch: int = 14
+    aided_batch: int = 34
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 3e-3
     warmup_steps: int = 30
     decay_share: float = 0.7  # of the steps, over which the learning rates fall linearly to 0
     other_reference: float = 0.25  # aided samples with another problem's reference
-    changed_value: float = 0.3  # known charms whose reference value is changed: reading has to win over memory
+    changed_value: float = 0.6  # known charms whose reference value is changed: reading has to win over memory
     wrong_prefix: float = 0.5  # aided samples whose written values are partly random
     threads: int = 2
 
