@@ -36,6 +36,10 @@ def main(argv: list[str]) -> None:
         from opsd.eval_result import regrade
 
         finish([regrade(Path(args.regrade), regime.box_policy)])
+    elif args.export:
+        from opsd.eval_export import export_result
+
+        print(export_result(Path(args.output_dir), args.export))
     elif args.dry_run:
         from opsd.eval_estimate import estimate_plan
         from opsd.eval_setup import make_plan
