@@ -30,40 +30,32 @@ def main(argv: list[str]) -> None:
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("opsd").setLevel(logging.INFO)
-    if args.compare:
-        print(compare_sides(sides, args.allow_different_regime))
-    elif args.regrade:
-        from opsd.eval_result import regrade
-
-        finish([regrade(Path(args.regrade), regime.box_policy)])
-    elif args.export:
-        from opsd.eval_export import export_result
-
-        print(export_result(Path(args.output_dir), args.export))
+    if args.compare or args.table or args.export:
+        print(read_out(args, sides))
     elif args.dry_run:
         from opsd.eval_estimate import estimate_plan
         from opsd.eval_setup import make_plan
 
         print(estimate_plan(make_plan(args, regime), engine_groups(args), hardware()["gpus"]))
+    elif args.regrade:
+        from opsd.eval_result import regrade
+
+        folder = regrade(Path(args.regrade), regime.box_policy)
+        finish([folder], folder, args.report)
     else:
-        finish(evaluate(args, regime))
+        finish(evaluate(args, regime), Path(args.output_dir), args.report)
 
 
-def compare_sides(sides: tuple[list[str], list[str]], allow_different_regime: bool) -> str:
-    """The paired comparison of two sides of results, as text."""
-    from opsd.comparison import compare
-    from opsd.comparison_text import format_comparison
-    from opsd.eval_result import read_results
+def read_out(args, sides: tuple[list[str], list[str]]) -> object:
+    """What --compare, --table or --export prints about finished evaluations."""
+    from opsd import eval_output
 
-    (results_a, samples_a), (results_b, samples_b) = (read_results([Path(p) for p in side]) for side in sides)
-    comparison = compare(
-        results_a,
-        results_b,
-        samples_a=samples_a,
-        samples_b=samples_b,
-        allow_different_regime=allow_different_regime,
-    )
-    return format_comparison(comparison)
+    if args.table:
+        return eval_output.table(args.table)
+    output_dir = Path(args.output_dir) if args.output_dir else None
+    if args.export:
+        return eval_output.export(output_dir, args.export)
+    return eval_output.compare_sides(sides, allow_different_regime=args.allow_different_regime, output_dir=output_dir)
 
 
 def engine_groups(args) -> list[str | None]:
@@ -91,11 +83,15 @@ def evaluate(args, regime) -> list[Path]:
         sys.exit(INTERRUPTED)
 
 
-def finish(folders: list[Path]) -> None:
-    """Prints the final line of every result."""
+def finish(folders: list[Path], output_dir: Path, with_report: bool) -> None:
+    """Writes the report pages and prints the final line of every result."""
     from opsd.eval_result import headline
     from opsd.eval_store import RESULT, read_record
 
+    if with_report:
+        from opsd.eval_output import report
+
+        report(folders, output_dir)
     for folder in folders:
         print(headline(read_record(folder / RESULT)))
 

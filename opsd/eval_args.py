@@ -38,7 +38,9 @@ class EvalArgs:
     )
     max_problems: int | None = _option(None, "Use only the first N problems; unset = all.")
     output_dir: str | None = _option(
-        None, "Folder of samples.jsonl and result.json; one sub-folder per adapter when there are several."
+        None,
+        "Folder of samples.jsonl, result.json and report.html; one sub-folder per adapter when there are several. With "
+        "--compare: where comparison.json and its report go (unset = only printed).",
     )
     name: str | None = _option(None, "Name of the result in tables; unset = from the model and the adapter.")
     resume: bool = _option(True, "Go on with the samples in output_dir; false = refuse a folder that has some.")

@@ -39,18 +39,6 @@ def build_result(manifest: dict, samples: list[dict]) -> dict:
     }
 
 
-def read_results(paths: list[Path]) -> tuple[list[dict], list[list[dict]]]:
-    """Result records, and their samples when every one of them has its samples.jsonl beside it (else none)."""
-    results = [read_record(path) for path in paths]
-    for path, result in zip(paths, results, strict=True):
-        if result.get("schema") != RESULT_SCHEMA:
-            raise ValueError(
-                f"{path} has schema={result.get('schema')!r}, expected {RESULT_SCHEMA!r}; give a result.json"
-            )
-    beside = [Path(path).parent / SAMPLES for path in paths]
-    return results, [read_jsonl(path) for path in beside] if all(path.is_file() for path in beside) else []
-
-
 def headline(result: dict) -> str:
     """The line that `eval_aime.py` ends with."""
     return f"{result['name']}: " + describe(result["statistics"], name=result["benchmark"]["name"].upper())

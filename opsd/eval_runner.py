@@ -5,6 +5,7 @@ problem's id and the sample's index, so it depends neither on the number of engi
 """
 
 import logging
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,8 @@ from opsd.rollout import derive_seed
 from opsd.runinfo import write_json
 
 logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 30.0
 
 
 def missing_requests(plan: Plan, samples: list[dict]) -> list[Request]:
@@ -37,7 +40,15 @@ class Progress:
     """The bar: completions, tokens a second, running avg@k, truncated share, time left."""
 
     def __init__(self, name: str, samples: list[dict], total: int):
-        self._bar = tqdm(total=total, initial=len(samples), desc=name, unit="completion", dynamic_ncols=True)
+        self._live = sys.stderr.isatty()  # in a log file, one line now and then
+        self._bar = tqdm(
+            total=total,
+            initial=len(samples),
+            desc=name,
+            unit="completion",
+            dynamic_ncols=True,
+            mininterval=0.1 if self._live else LOG_SECONDS,
+        )
         self._scores: dict[str, list[bool]] = defaultdict(list)
         self._truncated = 0
         self._tokens = 0
@@ -53,8 +64,9 @@ class Progress:
 
     def idle(self, decoding: float) -> None:
         """Keeps the bar alive while nothing finishes; `decoding`: tokens a second that the engines report."""
-        self._show(decoding)
-        self._bar.refresh()
+        if self._live:
+            self._show(decoding)
+            self._bar.refresh()
 
     def _count(self, sample: dict) -> None:
         self._scores[sample["problem_id"]].append(sample["correct"])

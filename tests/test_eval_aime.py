@@ -61,16 +61,40 @@ def test_base_model(world, tmp_path, capsys):
 
 
 def test_checkpoints_in_one_call(world, tmp_path, capsys):
-    eval_aime.main(arguments(world, tmp_path / "out", "--adapter", str(world / "run" / "checkpoint-*")))
+    eval_aime.main(
+        arguments(world, tmp_path / "out", "--adapter", str(world / "run" / "checkpoint-*"), "--report", "true")
+    )
     assert capsys.readouterr().out.count("avg@4") == 2
     texts = {}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "checkpoint-2" in page and "checkpoint-10" in page and "What is 0 + 1?" in page
     for step in (2, 10):
         folder = tmp_path / "out" / f"checkpoint-{step}"
+        assert (folder / "report.html").is_file()
         result = json.loads((folder / "result.json").read_text())
         assert result["training"]["step"] == step and result["training"]["run"]["commit"] == "abc"
         assert result["adapter"] == str(world / "run" / f"checkpoint-{step}") and len(result["adapter_sha256"]) == 64
         texts[step] = [s["text"] for s in read_jsonl(folder / "samples.jsonl")]
     assert texts[2] != texts[10]
+    read_outs(tmp_path / "out", capsys)
+
+
+def read_outs(folder: Path, capsys) -> None:
+    """--compare, --table and --export on two finished results."""
+    one, two = (str(folder / f"checkpoint-{step}" / "result.json") for step in (2, 10))
+    eval_aime.main(["--compare", one, "--", two, "--output_dir", str(folder / "compared")])
+    assert "istinguishable" in capsys.readouterr().out.splitlines()[-1]
+    assert json.loads((folder / "compared" / "comparison.json").read_text())["problems"] == 3
+    eval_aime.main(["--table", one, two])
+    assert capsys.readouterr().out.count("| model+run/checkpoint-") == 2
+    for form in ("lm-eval", "lighteval"):
+        eval_aime.main(["--output_dir", str(folder / "checkpoint-2"), "--export", form])
+        path = Path(capsys.readouterr().out.strip())
+        assert path == folder / "checkpoint-2" / f"{form}.json" and "problems" in path.read_text()
+    eval_aime.main(["--regrade", str(folder / "checkpoint-2" / "samples.jsonl"), "--report", "false"])
+    assert "avg@4" in capsys.readouterr().out
+    refused(["--table", one, str(folder / "checkpoint-2" / "manifest.json")], "has schema='opsd-eval-manifest/1'")
+    refused(["--table", str(folder / "nowhere.json")], "nowhere.json does not exist")
 
 
 def refused(argv: list[str], *words: str) -> None:

@@ -1,0 +1,85 @@
+"""What `eval_aime.py` makes of finished evaluations: report pages, comparisons, tables and exports, from the files in their folders.
+
+After eval_runner.py; the statistics, texts and pages themselves are those of comparison.py, eval_table.py and report.py.
+"""
+
+from pathlib import Path
+
+from opsd.comparison import Comparison, compare
+from opsd.comparison_text import format_comparison
+from opsd.eval_result import RESULT_SCHEMA
+from opsd.eval_store import MANIFEST, RESULT, SAMPLES, read_record
+from opsd.eval_table import EXPORT_FORMS, results_table
+from opsd.report import write_report
+from opsd.runinfo import read_jsonl, write_json
+
+
+def read_results(paths: list[Path]) -> tuple[list[dict], list[list[dict]]]:
+    """Result records, and the samples beside each (none where samples.jsonl is not at hand)."""
+    results, samples = [], []
+    for path in paths:
+        result = read_record(path)
+        if result.get("schema") != RESULT_SCHEMA:
+            raise ValueError(
+                f"{path} has schema={result.get('schema')!r}, expected {RESULT_SCHEMA!r}; give a result.json"
+            )
+        beside = Path(path).parent / SAMPLES
+        results.append(result)
+        samples.append(read_jsonl(beside) if beside.is_file() else [])
+    return results, samples
+
+
+def problem_texts(paths: list[Path]) -> dict[str, str]:
+    """Statements by problem id, from the first manifest that lies beside one of the results."""
+    for path in paths:
+        manifest = Path(path).parent / MANIFEST
+        if manifest.is_file():
+            return {problem["id"]: problem["problem"] for problem in read_record(manifest)["problems"]}
+    return {}
+
+
+def report(folders: list[Path], output_dir: Path) -> None:
+    """report.html and figures in every folder; with several, also one page over all of them in `output_dir`."""
+    groups = [([folder], folder) for folder in folders]
+    if len(folders) > 1:
+        groups.append((folders, output_dir))
+    for group, where in groups:
+        paths = [folder / RESULT for folder in group]
+        results, samples = read_results(paths)
+        write_report(where, results, samples, problem_texts=problem_texts(paths))
+
+
+def compare_sides(sides: tuple[list[str], list[str]], *, allow_different_regime: bool, output_dir: Path | None) -> str:
+    """The paired comparison of two sides of results as text; with `output_dir`, also comparison.json and a report of both."""
+    paths = [[Path(path) for path in side] for side in sides]
+    (results_a, samples_a), (results_b, samples_b) = map(read_results, paths)
+    comparison: Comparison = compare(
+        results_a,
+        results_b,
+        samples_a=samples_a if all(samples_a) else (),
+        samples_b=samples_b if all(samples_b) else (),
+        allow_different_regime=allow_different_regime,
+    )
+    if output_dir is not None:
+        write_json(output_dir / "comparison.json", comparison.to_dict())
+        write_report(
+            output_dir,
+            [*results_a, *results_b],
+            [*samples_a, *samples_b],
+            comparison=comparison,
+            problem_texts=problem_texts([*paths[0], *paths[1]]),
+        )
+    return format_comparison(comparison)
+
+
+def table(paths: list[str]) -> str:
+    """One Markdown table per benchmark and regime."""
+    return results_table(read_results([Path(path) for path in paths])[0])
+
+
+def export(folder: Path, form: str) -> Path:
+    """Writes `<folder>/<form>.json` in the layout of another evaluator; returns its path."""
+    results, _ = read_results([folder / RESULT])
+    path = folder / f"{form}.json"
+    write_json(path, EXPORT_FORMS[form](results[0]))
+    return path
