@@ -38,7 +38,7 @@ class PretrainSettings:
     other_reference: float = 0.25  # aided samples with another problem's reference
     changed_value: float = 0.6  # known charms whose reference value is changed: reading has to win over memory
     wrong_prefix: float = 0.5  # aided samples whose written values are partly random
-    threads: int = 2
+    threads: int = 1  # half a million weights leave a second thread mostly waiting
 
 
 class SampleMaker:
