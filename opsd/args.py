@@ -170,6 +170,9 @@ class OPSDConfig(TrainingArguments):
         "Sequences of a micro-batch in one row without padding: auto = where attention allows.",
         ("auto", "true", "false"),
     )
+    compile_layers: str = _option(
+        "auto", "torch.compile of each decoder layer while training: auto = on CUDA.", ("auto", "true", "false")
+    )
     position_gap: bool = _option(False, "Right-pad prompts and leave the published gap in the positions (ablation).")
 
     # averages and records

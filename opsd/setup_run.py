@@ -16,6 +16,7 @@ from opsd.model import end_token_ids, load_config, load_student
 from opsd.rollout import VLLMEngine
 from opsd.rollout_transformers import TransformersEngine
 from opsd.runinfo import git_state, hardware, package_versions, write_text
+from opsd.speed import compile_layers, drop_input_casts
 from opsd.trainer import OPSDTrainer
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ CANARY_TOKENS = 64
 
 def configure_logging() -> None:
     """One configuration for the whole process: our messages at INFO on stderr, the libraries' warnings."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
     for name in ("opsd", "callbacks", "tiny"):
         logging.getLogger(name).setLevel(logging.INFO)
 
@@ -85,6 +88,10 @@ def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dic
         seed=args.seed,
         device=args.device,
     )
+    if args.bf16:
+        drop_input_casts(model)
+    if args.compile_layers == "true" or (args.compile_layers == "auto" and args.device.type == "cuda"):
+        logger.info("compiled %d decoder layers; the first steps take longer", compile_layers(model))
     before = allocated_bytes()
     if args.rollout_engine == "vllm":
         engine = VLLMEngine(
@@ -127,7 +134,9 @@ def run_record(argv: list[str], groups: tuple, counts: dict) -> dict:
     arguments = {}
     for group in groups:
         arguments[type(group).__name__] = {
-            f.name: _plain(getattr(group, f.name)) for f in dataclasses.fields(group) if f.init and "token" not in f.name.split("_")
+            f.name: _plain(getattr(group, f.name))
+            for f in dataclasses.fields(group)
+            if f.init and "token" not in f.name.split("_")
         }
     return {
         "schema": "opsd-run/1",
