@@ -8,11 +8,11 @@ import re
 from opsd.answer_text import WRAPPER, as_integer
 
 _RELATIONS = re.compile(
-    r"[<>;:?_|&]|\\(?:pm|mp|leq?|geq?|lt|gt|neq?|approx|sim|simeq|equiv|in|notin|cup|cap|to|or|and|lor|land|vee|wedge|implies|iff|ldots|dots"
+    r"[<>;:?&']|[0-9)}]\s?_|\\(?:pm|mp|leq?|geq?|lt|gt|neq?|approx|sim|simeq|equiv|in|notin|cup|cap|to|or|and|lor|land|vee|wedge|implies|iff|ldots|dots"
     r"|cdots|infty|rightarrow|Rightarrow|begin|text|mathrm|mbox)(?![a-zA-Z])|[^\x00-\x7f]"
 )
 _POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\^(?:\{([0-9]+)\}|\(([0-9]+)\)|([0-9]+))(?![\^0-9])")
-MAX_DIGITS = 1000
+MAX_DIGITS = 4000  # below the 4300 digits at which Python refuses to print an integer
 MAX_NESTING = 40
 
 
@@ -24,8 +24,11 @@ def value_of_assignment(text: str) -> str | None:
     """
     if "=" not in text:
         return text
+    same_name = re.fullmatch(r"\s*(\S[^=,]*?)\s*=([^=,]+)(?:,\s*\1\s*=[^=,]+)+", text)
+    if same_name:  # "x=1, x=3"
+        return re.sub(rf"{re.escape(same_name[1])}\s*=", "", text).strip()
     pieces = [piece.strip() for piece in text.split("=")]
-    if not all(pieces):
+    if not all(pieces) or "," in re.sub(r"\([^()]*\)", "", "".join(pieces[:-1])):
         return None
     names, value = pieces[0], pieces[-1]
     if _has_letters(value) and not _has_letters(names):
@@ -52,6 +55,8 @@ def _names_a_quantity(names: str, value: str) -> bool:
     if letters <= set("xyz"):
         plain = all(re.fullmatch(r"(?:[xyz](?:_[0-9a-z])?)+", term) for term in terms)
         return plain and (len(terms) == 1 and len(letters) == 1 or not zero)
+    if zero and len(terms) > 1 and letters & set("xyz"):
+        return False
     return not zero or not any(re.match(r"[0-9]", term) for term in terms)
 
 
@@ -59,7 +64,9 @@ def is_single_number(text: str) -> bool:
     """Whether text can denote one number at all: no letters, lists, relations, or digits parted by spaces."""
     if _RELATIONS.search(text) or "," in text or "=" in text or "!=" in text:
         return False
-    return not _has_letters(text) and not re.search(r"[0-9]\s+[0-9]", text) and bool(re.search(r"[0-9]|\\pi", text))
+    return (
+        not _has_letters(text) and not re.search(r"(?<!_)[0-9]\s+[0-9]", text) and bool(re.search(r"[0-9]|\\pi", text))
+    )
 
 
 def is_too_large(text: str) -> bool:
@@ -74,7 +81,7 @@ def is_too_large(text: str) -> bool:
     for factorial in re.findall(r"([0-9]+)\)?!", text):
         if len(factorial) > 3:
             return True
-    if re.search(r"binom|!|\\(?:sum|prod|int)", text) and re.search(r"[0-9]{6}", text):
+    if re.search(r"binom|!|\\(?:sum|prod|int)", text) and re.search(r"[0-9]{6}|!\)+!", text):
         return True
     while powers := list(_POWER.finditer(text)):  # from the innermost exponent outwards
         match = powers[-1]

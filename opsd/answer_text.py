@@ -30,7 +30,7 @@ _NUMBER_WITH_UNIT = re.compile(r"([+-]?\s*[0-9][0-9,]*(?:\.[0-9]+)?)\s*(\S.*)", 
 _TEXT_UNIT = re.compile(
     r"\s*(?:\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}\s*(?:\^\s*\{?[0-9]\}?)?\s*[/.]?\s*)+"
 )
-_PLAIN_UNIT = re.compile(r"[^\W\d_]{2,}(?:[. /-]+[^\W\d_]{2,})*\.?(?:\^\s?\{?[23]\}?)?")
+_PLAIN_UNIT = re.compile(r"[^\W\d_]{2,}(?:[. /-]+[^\W\d_]{2,})*\.?(?:\^\s?\{?[23]\}?)?|m/s")
 _NOT_A_UNIT = re.compile(
     r"\b(?:or|and|to|of|over|divided|times|plus|minus|half|halves|thirds?|dozens?|hundreds?|thousands?|millions?|billions?|trillions?|not|pi"
     r"|factorial|squared|cubed|choose|mod|sqrt|sin|cos|tan|log|ln|exp|more|less|least|most|about|approximately)\b|[十百千万亿兆分或和与至半π]",
@@ -42,10 +42,12 @@ def normalise(answer: str) -> str:
     """Drops what does not change the value: delimiters, sizes, spacing, fonts and braces around the whole, final dots."""
     text = answer.translate(_CHARACTERS)
     text = re.sub(r"\\!|\\hspace\*?\{[^{}]*\}|\\phantom\{[^{}]*\}", "", re.sub(r"\s+", " ", text))
+    text = re.sub(r"\\(?:left|right)\s*\.", "", text.replace(r"\bmod", r"\mod"))
+    text = re.sub(r"\{\s*\^\s*\\circ\s*\}", r"^\\circ", text)
     text = _DIGIT_GROUP.sub("", text.replace("{,}", ",") if "{,}" in text else text)
     text = re.sub(r"(?<!\\)\\(?:[\[\]()$,;: ]|(?:qquad|quad|thinspace)(?![a-zA-Z]))|[$~]", " ", text)
     text = re.sub(WRAPPER + r"\{\s*\}", "", text)
-    text = re.sub(_SIZE + r"(?![a-zA-Z])\s*\.?(?<!\.)|\\(?:text)?color\s*\{[^{}]*\}", "", text)
+    text = re.sub(_SIZE + r"(?![a-zA-Z])\s*|\\(?:text)?color\s*\{[^{}]*\}", "", text)
     text = re.sub(r"(?<=[0-9)}])\*\*(-?[0-9]+)(?![0-9]|\*\*)", r"^{\1}", re.sub(r"\\[dtc]frac", r"\\frac", text))
     text = re.sub(r"\\frac\s*(?:([0-9])|(\\[a-zA-Z]+))\s*(?:([0-9a-zA-Z])|(\\[a-zA-Z]+))", r"\\frac{\1\2}{\3\4}", text)
     text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([0-9a-zA-Z])", r"\\frac\1{\2}", text)
@@ -132,7 +134,9 @@ def is_decimal(text: str) -> bool:
 
 def as_list(text: str) -> str:
     """Writes "70 or 110" and "-2 and 1" with commas."""
-    return re.sub(rf"\s*(?:{WRAPPER}\{{\s*(?:or|and)\s*\}}|(?<![a-zA-Z])(?:or|and)(?![a-zA-Z]))\s*", ", ", text)
+    return re.sub(
+        rf"\s*,?\s*(?:{WRAPPER}\{{\s*,?\s*(?:or|and)\s*\}}|(?<![a-zA-Z])(?:or|and)(?![a-zA-Z]))\s*", ", ", text
+    )
 
 
 def is_words(text: str) -> bool:

@@ -99,6 +99,8 @@ def compare_answers(extracted: str, reference: str) -> tuple[bool, str]:
         gold = gold.replace(",", ", ")
     if answer_text.canonical(answer) == answer_text.canonical(gold):
         return True, "string"
+    if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}", gold):  # a time of day, which the LaTeX grammar reads as a ratio
+        return False, "string"
     if answer_text.is_words(gold):
         return answer_text.as_words(answer) == answer_text.as_words(gold), "string"
     label = answer_text.choice_label(gold)
@@ -120,7 +122,9 @@ def _compare_with_integer(answer: str, integer: str) -> tuple[bool, str]:
         return False, "not_a_number"
     if answer_shape.is_too_large(answer):
         return False, "too_large"
-    verdict = WORKER.compare(integer, answer, integer=True)
+    # "5(5)" is a product, which the LaTeX grammar reads as a function call.
+    product = re.sub(r"(?<=[0-9)])(?<!_[0-9])\s?\((?=[0-9-])", r"\\cdot (", answer)
+    verdict = WORKER.compare(integer, product, integer=True)
     return verdict.correct, verdict.reason
 
 

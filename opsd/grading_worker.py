@@ -151,7 +151,9 @@ def serve() -> None:
                 return False
             ratio = sympy.simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
             return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
-        if not math_verify.verify([gold], [answer], float_rounding=6, strict=True, timeout_seconds=None):
+        if not math_verify.verify(
+            [gold], [answer], float_rounding=6, allow_set_relation_comp=True, timeout_seconds=None
+        ):
             return False
         # math-verify rounds to six decimals, so all tiny numbers look alike: ask for the same relative accuracy too.
         if is_number(gold) and is_number(answer) and not gold.has(sympy.UnevaluatedExpr, sympy.oo, -sympy.oo):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -53,6 +54,10 @@ RIGHT_INTEGERS = [
     ("\\text{Answer: } 25", "25"),
     ("\\text{The answer is 25}", "25"),
     ("25 \\pmod{1000}", "25"),
+    ("5(5)", "25"),
+    ("\\log_2 8", "3"),
+    ("\\left|-25\\right|", "25"),
+    ("25{^\\circ}", "25"),
     ("1e3", "1000"),
     ("\\left(25\\right)", "25"),
     ("25", 25),
@@ -110,6 +115,8 @@ WRONG_INTEGERS = [
     ("x^2+y^2=25", "25"),
     ("y=2x+25", "25"),
     ("x \\neq 25", "25"),
+    ("ax+by=0", "0"),
+    ("n=24, m+n=25", "25"),
     ("x \\ge 25", "25"),
     ("x>25", "25"),
     ("\\approx 25", "25"),
@@ -162,6 +169,12 @@ RIGHT_EXPRESSIONS = [
     ("4.49\\times10^{14}", "4.49e14"),
     ("\\sqrt[3]{2}", "2^{1/3}"),
     ("12:00", "12:00"),
+    ("1 < x \\le 2", "(1,2]"),
+    ("2, 3\\text{, and }4", "4,3,2"),
+    ("x=1 \\text{ or } x=3", "1,3"),
+    ("4^{504}\\cdot 2", "2^{1009}"),
+    ("\\frac{(2n)!}{n!n!}", "\\binom{2n}{n}"),
+    ("1+\\sqrt{19}, 1-\\sqrt{19}", "1 \\pm \\sqrt{19}"),
 ]
 WRONG_EXPRESSIONS = [
     ("1.33", "\\frac43"),
@@ -177,6 +190,10 @@ WRONG_EXPRESSIONS = [
     ("2516_9", "2516_8"),
     ("1/2004!", "1/2006!"),
     ("12:00", "1:00"),
+    ("6:15", "12:30"),
+    ("f(x)=x", "f(n)=n"),
+    ("k \\ge 3", "3"),
+    ("2^{1008}", "2^{1009}"),
     ("n=2,3,4", "n=1,2,3"),
     ("2021", "\\pm 2021"),
     ("2=3", "5=7"),
@@ -375,3 +392,22 @@ def test_imports_without_torch_and_names_its_version():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
     assert "math-verify/" in grader_version()
+
+
+def test_no_text_makes_the_grader_raise():
+    generator = random.Random(0)
+    pieces = [
+        *"0123456789+-*/^_=(){}[]|,.:;!%$ '\"<>&xnAC\n~²×十\ud800",
+        "\\frac",
+        "\\text{",
+        "\\boxed{",
+        "^\\circ",
+        "\\sqrt",
+        " or ",
+        "\\\\",
+        "**",
+    ]
+    for _ in range(1500):
+        text = "".join(generator.choice(pieces) for _ in range(generator.randrange(1, 25)))
+        grade(f"\\boxed{{{text}", "25")
+        grade(f"\\boxed{{{text}}}", "25" if generator.random() < 0.9 else "\\frac12")
