@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from opsd.eval_worker import EngineSettings
+from opsd.eval_worker import EngineSettings, Finished, Request
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +31,6 @@ QUEUED_AHEAD = (
 
 class EngineDied(RuntimeError):
     """An engine process ended before its work was done."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One completion to sample."""
-
-    key: tuple[str, int]  # (problem id, sample index)
-    prompt_ids: tuple[int, ...]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One sampled completion and the engine that sampled it."""
-
-    request: Request
-    engine: str
-    completion_ids: tuple[int, ...]
-    finish_reason: str  # "stop" or "length"
 
 
 @dataclass
@@ -106,12 +87,20 @@ class EnginePool:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def serve(self, adapter_dir: Path | None) -> None:
-        """Every engine serves this adapter (None = the base model) from now on."""
+    def serve(self, adapter_dir: Path | None, *, must_differ: bool = False) -> None:
+        """Every engine serves this adapter (None = the base model) from now on.
+
+        Raises RuntimeError when `must_differ` and an engine's output is bit for bit the base model's.
+        """
         for worker in self._workers:
             self._send(worker, ("serve", adapter_dir))
         for worker in self._workers:
-            self._receive(worker, "serving")
+            changed = self._receive(worker, "serving")[1]
+            if must_differ and not changed:
+                raise RuntimeError(
+                    f"{worker.name} answers as the base model does although adapter={adapter_dir} is not zero; it does not serve "
+                    "the adapter, or the adapter's effect is below the precision: check it and the vLLM version"
+                )
 
     def run(self, requests: list[Request]) -> Iterator[Finished | None]:
         """Yields completions as they finish, and None when a while passed without one.

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from opsd.eval_pool import EngineDied, EnginePool, Finished, Request
+from opsd.eval_pool import EngineDied, EnginePool
 from opsd.eval_result import build_result, grade_sample, regrade_samples
 from opsd.eval_setup import Plan, Target
 from opsd.eval_store import REGRADED, RESULT, SAMPLES, SampleStore
+from opsd.eval_worker import Finished, Request
 from opsd.rollout import derive_seed
 from opsd.runinfo import write_json
 
@@ -103,7 +104,7 @@ def run_plan(
                     logs = Path(target.folder if len(plan.targets) == 1 else target.folder.parent) / "engines"
                     pool = EnginePool(plan.settings, groups, logs, environment, *([command] if command else []))
                 if requests:
-                    pool.serve(target.adapter_dir)
+                    pool.serve(target.adapter_dir, must_differ=target.norm > 0)
                     _sample(plan, target, store, pool, requests)
                 write_json(target.folder / RESULT, build_result(target.manifest, store.samples))
             folders.append(target.folder)

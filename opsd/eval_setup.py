@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +46,12 @@ _OPEN_THINK = re.compile(r"<think(?:ing)?>\s*\Z")
 
 @dataclass(frozen=True)
 class Target:
-    """One score to make: the base model or one adapter, with its folder and its manifest."""
+    """One score to make: the base model or one adapter, with its folder and its manifest. `norm`: of the adapter's B matrices."""
 
     folder: Path
     adapter_dir: Path | None
     manifest: dict
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def make_plan(args: EvalArgs, regime: EvalRegime) -> Plan:
     longest = max(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     _check_context(config, len(prompt_ids[longest]), benchmark.problems[longest].id, regime.max_new_tokens)
     shapes, parameters = linear_shapes(config)
-    digests = [check_adapter(folder)[0] for folder in adapters]
+    digests, norms = zip(*(check_adapter(folder) for folder in adapters), strict=True) if adapters else ((), ())
     for folder in adapters:
         check_adapter_fits(folder, args.model, shapes)
     dtype = _dtype(args.dtype, config)
@@ -132,16 +134,18 @@ def make_plan(args: EvalArgs, regime: EvalRegime) -> Plan:
         "hardware": hardware(),
         "grader_version": grader_version(),
     }
-    targets = _targets(args, adapters, digests, shared)
+    targets = _targets(args, adapters, digests, norms, shared)
     return Plan(benchmark, regime, tokenizer, config, parameters, prompt_ids, text_prefix, settings, targets)
 
 
-def _targets(args: EvalArgs, adapters: list[Path], digests: list[str], shared: dict) -> list[Target]:
+def _targets(
+    args: EvalArgs, adapters: list[Path], digests: Sequence[str], norms: Sequence[float], shared: dict
+) -> list[Target]:
     output_dir = Path(args.output_dir or ".")
     model = Path(args.model).name
     if not adapters:
         identity = {"name": args.name or model, "adapter": None, "adapter_sha256": None, "training": None}
-        return [Target(output_dir, None, identity | shared)]
+        return [Target(output_dir, None, identity | shared, 0.0)]
     labels = [folder.name for folder in adapters]
     if len(set(labels)) < len(labels):
         labels = [f"{folder.resolve().parent.name}-{folder.name}" for folder in adapters]
@@ -150,7 +154,9 @@ def _targets(args: EvalArgs, adapters: list[Path], digests: list[str], shared: d
             f"adapters share the name {labels[0]}; evaluate them in separate calls with their own output_dir"
         )
     targets = []
-    for folder, label, digest in zip(adapters, labels, digests, strict=True):
+    for folder, label, digest, norm in zip(adapters, labels, digests, norms, strict=True):
+        if norm == 0:
+            logger.warning("adapter=%s has only zeros in its B matrices: it is the base model", folder)
         several = len(adapters) > 1
         name = args.name or f"{model}+{folder.resolve().parent.name}/{folder.name}"
         identity = {
@@ -159,7 +165,8 @@ def _targets(args: EvalArgs, adapters: list[Path], digests: list[str], shared: d
             "adapter_sha256": digest,
             "training": training_record(folder),
         }
-        targets.append(Target(output_dir / label if several else output_dir, folder.resolve(), identity | shared))
+        where = output_dir / label if several else output_dir
+        targets.append(Target(where, folder.resolve(), identity | shared, norm))
     return targets
 
 

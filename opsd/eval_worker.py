@@ -3,7 +3,7 @@
     python -m opsd.eval_worker <file descriptor of the pipe>
 
 Messages to the worker: EngineSettings first, then ("serve", adapter or None), ("request", key, prompt_ids, seed), ("close",).
-Messages from it: ("ready",), ("serving", what), ("done", key, completion_ids, finish_reason), and ("beat", decoding steps so far).
+Messages from it: ("ready",), ("serving", changed), ("done", key, completion_ids, finish_reason), and ("beat", decoding steps so far).
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from opsd.rollout import SamplingSettings, VLLMEngine
 
@@ -42,6 +43,25 @@ class EngineSettings:
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample."""
+
+    key: tuple[str, int]  # (problem id, sample index)
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One sampled completion and the engine that sampled it."""
+
+    request: Request
+    engine: str
+    completion_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
 
 
 def build_engine(settings: EngineSettings):
@@ -107,8 +127,7 @@ def _work(engine, sampling: SamplingSettings, inbox: queue.Queue, outbox: queue.
             if message is GONE or message[0] == "close":
                 return
             if message[0] == "serve":
-                engine.sync(message[1], step=0)
-                outbox.put(("serving", engine.served))
+                outbox.put(("serving", _sync(engine, message[1])))
             else:
                 _, key, prompt_ids, seed = message
                 engine.submit(key, prompt_ids, sampling, seed)
@@ -118,6 +137,17 @@ def _work(engine, sampling: SamplingSettings, inbox: queue.Queue, outbox: queue.
         if time.monotonic() - last_beat >= BEAT_SECONDS:
             last_beat = time.monotonic()
             outbox.put(("beat", steps))
+
+
+def _sync(engine, adapter_dir: Path | None) -> bool:
+    """Serves the adapter; whether that changed what vLLM says about the canary prompt (True where it cannot be told)."""
+    if adapter_dir is None or not isinstance(engine, VLLMEngine):
+        engine.sync(adapter_dir, step=0)
+        return True
+    engine.sync(None, step=0)
+    base = engine.canary_logps
+    engine.sync(adapter_dir, step=0)
+    return engine.canary_logps != base
 
 
 def _read(connection: Connection, inbox: queue.Queue) -> None:

@@ -159,6 +159,11 @@ class VLLMEngine:
                 )
         self._canary = (digest, logps)
 
+    @property
+    def canary_logps(self) -> tuple[float, ...]:
+        """Log-probabilities of the canary prompt under what is served, as of the last sync."""
+        return () if self._canary is None else self._canary[1]
+
     def _run_one(self, prompt_ids: list[int], params):
         engine = self._llm.llm_engine
         engine.add_request(

@@ -2,7 +2,7 @@
 
     python tests/fake_engine.py <file descriptor>
 
-FAKE_SECONDS: time per completion. FAKE_DIE_AFTER: completions after which the process kills itself.
+FAKE_DEAF: adapters change nothing. FAKE_SECONDS: time per completion. FAKE_DIE_AFTER: completions after which the process kills itself.
 """
 
 import os
@@ -13,11 +13,11 @@ import time
 from multiprocessing.connection import Connection
 
 from opsd.eval_worker import die_with_parent, serve
-from opsd.rollout import Rollout
+from opsd.rollout import Rollout, VLLMEngine
 
 
-class FakeEngine:
-    """Same interface as the real engines; answers requests in an order of its own."""
+class FakeEngine(VLLMEngine):
+    """Stands where vLLM would; answers requests in an order of its own."""
 
     def __init__(self, settings):
         self._waiting = []
@@ -31,6 +31,10 @@ class FakeEngine:
 
     def sync(self, adapter_dir, step):
         self.served = str(adapter_dir)
+
+    @property
+    def canary_logps(self):
+        return () if "FAKE_DEAF" in os.environ else (self.served,)
 
     def submit(self, key, prompt_ids, sampling, seed):
         self._waiting.append((key, prompt_ids, sampling, seed))

@@ -14,12 +14,12 @@ import pytest
 from opsd.args import EvalRegime
 from opsd.benchmarks import Benchmark, Problem, content_sha256
 from opsd.eval_args import device_groups
-from opsd.eval_pool import EngineDied, EnginePool, Request
+from opsd.eval_pool import EngineDied, EnginePool
 from opsd.eval_result import headline, regrade
 from opsd.eval_runner import missing_requests, run_plan
 from opsd.eval_setup import Plan, Target
 from opsd.eval_store import SampleStore
-from opsd.eval_worker import EngineSettings
+from opsd.eval_worker import EngineSettings, Request
 from opsd.grading import grader_version
 from opsd.rollout import SamplingSettings, derive_seed
 from opsd.runinfo import read_jsonl
@@ -66,7 +66,7 @@ def make_plan(folder: Path, *, adapters: tuple[str | None, ...] = (None,), count
             "grader_version": grader_version(),
             "training": None,
         }
-        targets.append(Target(folder / (adapter or ""), adapter and Path(adapter), manifest))
+        targets.append(Target(folder / (adapter or ""), adapter and Path(adapter), manifest, 1.0 if adapter else 0.0))
     prompt_ids = [[n, n + 1] for n in range(count)]
     return Plan(benchmark, regime, Digits(), None, 0, prompt_ids, "", settings, targets)
 
@@ -191,6 +191,14 @@ def test_a_dead_engine_is_named_with_its_log_and_what_was_finished_stays(tmp_pat
     assert "8 of 20 samples are kept in" in text and len(by_key(tmp_path)) == 8
     run(make_plan(tmp_path))
     assert len(by_key(tmp_path)) == 20
+
+
+def test_an_engine_that_does_not_serve_the_adapter_is_an_error(tmp_path):
+    plan = make_plan(tmp_path, adapters=("checkpoint-1",))
+    with pytest.raises(RuntimeError, match="answers as the base model does although adapter=checkpoint-1 is not zero"):
+        run(plan, FAKE_DEAF="1")
+    zero = dataclasses.replace(plan.targets[0], norm=0.0)
+    run(dataclasses.replace(plan, targets=[zero]), FAKE_DEAF="1")
 
 
 def test_an_engine_that_cannot_start_is_named(tmp_path):
