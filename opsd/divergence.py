@@ -100,9 +100,8 @@ def apply_clip(student_log_probs, teacher_log_probs, *, beta, entry_clip, clip_m
     else:
         # An infinite divergence has no direction left to preserve.
         stopped = (divergence.isinf() & (clip_mode == "direction"))[:, None].expand_as(entries)
-    # What is stopped may be infinite; computing the rest from harmless inputs keeps 0 * inf out of the gradient.
-    student_safe = torch.where(stopped, 0.0, student_log_probs)
-    kept = divergence_entries(student_safe, torch.where(stopped, 0.0, teacher_log_probs), beta)
+    # What is stopped may be infinite; computing the rest against a harmless teacher keeps 0 * inf out of the gradient.
+    kept = divergence_entries(student_log_probs, torch.where(stopped, 0.0, teacher_log_probs), beta)
     if clip_mode == "entry":
         return torch.where(stopped, entry_clip, kept).sum(-1), divergence, stopped.sum(-1).to(divergence.dtype)
     clamped = torch.zeros_like(divergence)

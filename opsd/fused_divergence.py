@@ -34,6 +34,7 @@ from .projection import (
     ProjectionGradients,
     check_projection,
     default_chunk_size,
+    divide,
     inputs_with_gradient,
     operand_dtype_of,
 )
@@ -217,8 +218,7 @@ def fused_generalized_jsd(
             student, teacher, student_rows, teacher_rows, settings, chunk, token_weights, tuple(inputs)
         )
         denominator = max(student_rows.shape[0], 1) if denominator is None else denominator
-        denominator = torch.as_tensor(denominator, dtype=loss.dtype, device=loss.device)
-        loss, scale = loss / denominator, (logit_scale / temperature) / denominator
+        loss, scale = divide(loss, logit_scale / temperature, denominator)
     if inputs:
         loss = gradients.attach(loss, scale, inputs, kept)
     return loss, dict(zip(STATISTICS, sums.unbind(), strict=True))

@@ -126,6 +126,14 @@ def inputs_with_gradient(**tensors: torch.Tensor | None) -> dict[str, torch.Tens
     return {name: x for name, x in tensors.items() if x is not None and x.requires_grad and torch.is_grad_enabled()}
 
 
+def divide(loss_sum: torch.Tensor, factor: float, denominator: float | torch.Tensor):
+    """`loss_sum / denominator` and the gradients' common factor `factor / denominator`, both without waiting for a GPU."""
+    scale = torch.full((), factor, dtype=loss_sum.dtype, device=loss_sum.device)
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.to(loss_sum.device, loss_sum.dtype)
+    return loss_sum / denominator, scale / denominator
+
+
 def operand_dtype_of(hidden: torch.Tensor) -> torch.dtype:
     """What `F.linear` would multiply in: the autocast dtype where autocast is on, otherwise the hidden states' own."""
     device = hidden.device.type
@@ -150,5 +158,6 @@ def check_projection(hidden, weight, bias, role: str) -> None:
 
 
 def default_chunk_size(vocab_size: int, itemsize: int) -> int:
-    """Tokens per chunk: about 1 GiB of logits for one role, at most 2,048 (larger chunks were not faster on an H200)."""
-    return max(1, min(2048, 2**30 // (vocab_size * itemsize)))
+    """Tokens per chunk: at most 1 GiB of logits a role and 2,048 tokens, in whole tiles of 128 where there are any."""
+    tokens = max(1, min(2048, 2**30 // (vocab_size * itemsize)))
+    return tokens // 128 * 128 or tokens

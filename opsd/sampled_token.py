@@ -22,6 +22,7 @@ from .projection import (
     ProjectionGradients,
     check_projection,
     default_chunk_size,
+    divide,
     inputs_with_gradient,
     operand_dtype_of,
 )
@@ -177,8 +178,7 @@ def sampled_token_loss(
                 gradient *= 1.0 - (logits * (temperature / softcap)) ** 2
             gradients.add(rows, gradient, token_weights)
         denominator = max(student_rows.shape[0], 1) if denominator is None else denominator
-        denominator = torch.as_tensor(denominator, dtype=loss.dtype, device=loss.device)
-        loss, scale = loss / denominator, (logit_scale / temperature) / denominator
+        loss, scale = divide(loss, logit_scale / temperature, denominator)
     if inputs:
         loss = gradients.attach(loss, scale, inputs, kept)
     return loss, dict(zip(SAMPLED_TOKEN_STATISTICS, sums.unbind(), strict=True))

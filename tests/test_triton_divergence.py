@@ -82,9 +82,9 @@ def test_equals_the_definition(vocab, beta, clip_mode):
 
 
 @in_kernel
-@pytest.mark.parametrize(("beta", "spread"), [(0.0, 0.05), (0.0, 3.0), (0.5, 0.4), (1.0, 0.4)])
+@pytest.mark.parametrize(("beta", "spread"), [(0.0, 3.0), (0.5, 0.4), (1.0, 0.4)])
 def test_the_real_vocabulary(beta, spread):
-    student, teacher, weight = make_case(tokens=2, vocab=151_936, spread=spread)
+    student, teacher, weight = make_case(tokens=1, vocab=151_936, spread=spread)
     settings = {"beta": beta, "entry_clip": 0.002, "temperature": 1.1}
     loss, sums = fused(student, teacher, weight, **settings)
     expected, expected_sums = definition(student, teacher, weight, **settings)
