@@ -11,8 +11,10 @@ Killed or interrupted, the same command goes on where it stopped.
 
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
+from urllib.parse import urlparse
 
 from opsd.runinfo import exit_on_bad_input, hardware, library_environment
 
@@ -23,6 +25,7 @@ INTERRUPTED = 130  # what a shell reports after an interrupt
 
 
 def main(argv: list[str]) -> None:
+    stay_offline_without_a_network()
     from opsd.eval_args import parse_eval_args
 
     args, regime, sides = parse_eval_args(argv)
@@ -44,6 +47,19 @@ def main(argv: list[str]) -> None:
         finish([folder], folder, args.report)
     else:
         finish(evaluate(args, regime), Path(args.output_dir), args.report)
+
+
+def stay_offline_without_a_network() -> None:
+    """Uses the hub's cache alone when its host has no address, so that a missing file is an error at once, not after retries."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
+        return
+    try:
+        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for the engine processes
 
 
 def read_out(args, sides: tuple[list[str], list[str]]) -> object:

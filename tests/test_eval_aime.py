@@ -180,6 +180,24 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_network_the_cache_alone_is_used(monkeypatch):
+    from huggingface_hub import constants
+
+    def no_address(*_):
+        raise OSError("no address")
+
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(eval_aime.socket, "getaddrinfo", lambda *_: [])
+    eval_aime.stay_offline_without_a_network()
+    assert constants.HF_HUB_OFFLINE is False
+    monkeypatch.setattr(eval_aime.socket, "getaddrinfo", no_address)
+    eval_aime.stay_offline_without_a_network()
+    assert constants.HF_HUB_OFFLINE is True and os.environ["HF_HUB_OFFLINE"] == "1"
+
+
 def test_compare_arguments():
     assert parse_eval_args(["--compare", "a", "b", "--", "c"])[2] == (["a", "b"], ["c"])
     assert parse_eval_args(["--compare", "a", "b"])[2] == (["a"], ["b"])
