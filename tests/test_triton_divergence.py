@@ -192,3 +192,26 @@ def test_a_cpu_tensor_is_refused():
     student = teacher = weight = torch.ones(3, 4)
     with pytest.raises(ValueError, match="backend='triton' needs a CUDA device"):
         fused(student, teacher, weight, beta=0.0)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="about the compiled kernel")
+@pytest.mark.parametrize(("itemsize", "beta", "clip"), [(4, 0.0, 1), (2, 1.0, 2), (4, 0.5, 1)])
+def test_kernel_compiles_for_hopper(itemsize, beta, clip):
+    """The interpreter accepts what the compiler does not; compiling needs no GPU."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from opsd.divergence_kernel import divergence_rows
+    from opsd.triton_divergence import FEW_LANES, LAUNCH
+
+    shape = LAUNCH[itemsize, 0.0 < beta < 1.0] | {"FEW": FEW_LANES, "DEPTH": 256}
+    options = {name: shape.pop(name) for name in ("num_warps", "maxnreg")}
+    constants = shape | {"KIND": {0.0: 0, 1.0: 1, 0.5: 2}[beta], "CLIP": clip, "WRITE_GRADIENT": True}
+    logits = {4: "*fp32", 2: "*bf16"}[itemsize]
+    types = [logits, logits, "*bf16", "*fp32", "i32", "i32", "i32", "i32", "fp32", "fp32", "fp32"]
+    names = divergence_rows.arg_names
+    signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(divergence_rows, signature, {(names.index(name),): value for name, value in constants.items()})
+    assert triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
