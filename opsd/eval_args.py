@@ -10,7 +10,11 @@ from pathlib import Path
 
 from opsd.args import EvalRegime, OneLineParser
 
-ENGINES = ("vllm", "transformers")
+DEFAULT_SEQS = {
+    "vllm": 512,
+    "transformers": 32,
+}  # max_num_seqs; vLLM admits what its KV cache holds, transformers all of it
+ENGINES = tuple(DEFAULT_SEQS)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXPORTS = ("lm-eval", "lighteval")
 # Fields of the regime in which samples of one score may differ: more samples or another run seed is still the same measurement.
@@ -45,13 +49,15 @@ class EvalArgs:
     name: str | None = _option(None, "Name of the result in tables; unset = from the model and the adapter.")
     resume: bool = _option(True, "Go on with the samples in output_dir; false = refuse a folder that has some.")
 
-    engine: str = _option("vllm", "What samples.", ENGINES)
+    engine: str = _option("vllm", "What samples: vllm, or transformers on machines without it.", ENGINES)
     dtype: str = _option("auto", "Precision of weights and activations; auto = the model's own.", DTYPES)
     tensor_parallel_size: int = _option(
         1, "GPUs per engine; the visible GPUs divided by it is the number of engines. 1 = one engine per GPU."
     )
     gpu_memory_utilization: float = _option(0.92, "Fraction of GPU memory for weights and KV cache.")
-    max_num_seqs: int = _option(512, "Largest number of sequences that one engine decodes at once.")
+    max_num_seqs: int | None = _option(
+        None, "Largest number of sequences that one engine decodes at once; unset = 512 for vllm, 32 for transformers."
+    )
     enforce_eager: bool = _option(False, "Run vLLM without CUDA graphs, as the published evaluator does (slower).")
     load_format: str = _option("auto", "vLLM's load_format; dummy = random weights, for benchmarks only.")
     ignore_eos: bool = _option(False, "Sample past the end token, for benchmarks only; false = stop at it.")
@@ -76,6 +82,8 @@ class EvalArgs:
         for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"{name} is not given; use --{name}, see --help")
+        if self.max_num_seqs is None:
+            self.max_num_seqs = DEFAULT_SEQS[self.engine]
         for name in ("tensor_parallel_size", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1")

@@ -113,7 +113,7 @@ def read_record(path: Path) -> dict:
 def check_same(before: dict, now: dict, folder: Path) -> None:
     """Raises ValueError naming the first field in which two manifests describe different samples."""
     pairs = [
-        (name, before["regime"][name], value)
+        (name, _at(before, ("regime", name)), value)
         for name, value in now["regime"].items()
         if name not in (GROWING, REGRADED)
     ]

@@ -15,7 +15,7 @@ from opsd.args import EvalRegime
 from opsd.benchmarks import Benchmark, Problem, content_sha256
 from opsd.eval_args import device_groups
 from opsd.eval_pool import EngineDied, EnginePool
-from opsd.eval_result import headline, regrade
+from opsd.eval_result import build_result, headline, regrade
 from opsd.eval_runner import missing_requests, run_plan
 from opsd.eval_setup import Plan, Target
 from opsd.eval_store import SampleStore
@@ -234,6 +234,17 @@ def test_killed_three_times_and_resumed_gives_the_same_samples(tmp_path):
     assert without_engine(by_key(tmp_path / "killed")) == without_engine(by_key(tmp_path / "whole"))
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("killed", "whole")]
     assert results[0] == results[1]
+
+
+def test_a_result_does_not_depend_on_the_order_of_finishing(tmp_path):
+    plan = make_plan(tmp_path, samples_per_problem=14, count=2)
+    run(plan)
+    samples = list(by_key(tmp_path).values())
+    for number, sample in enumerate(samples):  # three answers, so that majorities depend on which samples are drawn
+        sample |= {"extracted": str(number % 3), "correct": number % 3 == 1, "reason": "int"}
+    manifest = plan.targets[0].manifest
+    shuffled = random.Random(1).sample(samples, len(samples))
+    assert build_result(manifest, shuffled) == build_result(manifest, samples)
 
 
 def test_regrade_follows_the_samples_and_the_policy(tmp_path):
