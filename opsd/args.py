@@ -1,6 +1,6 @@
-"""Every argument of training and evaluation, with its default, unit and off-value. First file of the data flow; imports nothing of ours.
+"""Every argument of training and evaluation, with its default, unit and off-value. First file of the data flow.
 
-`DataArgs` says which rows, `OPSDConfig` how to train (arXiv 2601.18734), `EvalRegime` how a score is sampled. Everything is validated here,
+`DataArgs` says which rows, `OPSDConfig` how to train (arXiv 2601.18734; the method's own arguments are in opsd/method_args.py), `EvalRegime` how a score is sampled. Everything is validated here,
 before a model or a data set is opened. Library defaults are neutral; the published values stand in `recipe.env` and `recipes/paper.env`.
 """
 
@@ -12,16 +12,12 @@ from dataclasses import dataclass, field, fields
 from transformers import TrainingArguments
 from trl import ModelConfig, TrlParser
 
+from opsd.method_args import MethodArgs
+from opsd.method_args import check as _check
+from opsd.method_args import check_choice as _check_choice
+from opsd.method_args import option as _option
+
 EVAL_PREFIX = "eval_"
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    _check(value in allowed, f"{name}={value!r} must be one of {', '.join(allowed)}")
 
 
 def _check_sampling(temperature: float, top_p: float, top_k: int, prefix: str = "") -> None:
@@ -31,11 +27,6 @@ def _check_sampling(temperature: float, top_p: float, top_k: int, prefix: str = 
     )
     _check(0 < top_p <= 1, f"{prefix}top_p={top_p} must be in (0, 1]; use 1.0 to disable")
     _check(top_k >= 0, f"{prefix}top_k={top_k} must be >= 0; use 0 to disable")
-
-
-def _option(default, help: str, choices: tuple[str, ...] | None = None):
-    metadata = {"help": help} if choices is None else {"help": help, "choices": list(choices)}
-    return field(default=default, metadata=metadata)
 
 
 WORLDS = ("none", "tiny", "tiny_swapped", "smollm2")
@@ -108,13 +99,11 @@ class DataArgs:
         )
 
 
-CLIP_MODES = ("entry", "token", "direction", "none")
-TEACHER_KINDS = ("base", "live")
 ENGINES = ("vllm", "vllm_server", "transformers")
 
 
 @dataclass
-class OPSDConfig(TrainingArguments):
+class OPSDConfig(MethodArgs, TrainingArguments):
     """How to train: rollouts, teacher, divergence, layout. Inherits schedule, optimizer, checkpoints and trackers from transformers."""
 
     # defaults of transformers that do not fit this trainer
@@ -125,6 +114,9 @@ class OPSDConfig(TrainingArguments):
         None, "Trackers besides metrics.jsonl: tensorboard, wandb, trackio; none = off."
     )
     dataloader_pin_memory: bool = _option(False, "Kept false: rows are lists of token ids, not tensors.")
+    logging_nan_inf_filter: bool = _option(
+        False, "Kept false: a non-finite loss stops the run instead of being hidden."
+    )
     gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass; false = keep them.")
     bf16: bool | None = _option(None, "bf16 autocast; unset = on when the model is loaded in bfloat16.")
 
@@ -150,20 +142,6 @@ class OPSDConfig(TrainingArguments):
         ("adapter", "merged"),
     )
 
-    # teacher
-    teacher_thinking: bool = _option(True, "Chat template's enable_thinking in the teacher prompt.")
-    teacher_kind: str = _option("base", "Teacher weights: the initial policy, or the live student.", TEACHER_KINDS)
-
-    # divergence
-    beta: float = _option(0.0, "0 = KL(teacher||student), 1 = KL(student||teacher), between = generalised JSD.")
-    distill_temperature: float = _option(1.0, "Temperature of both softmaxes in the divergence.")
-    entry_clip: float = _option(math.inf, "Cap of one vocabulary entry (clip_mode entry) or token, in nats; inf = off.")
-    clip_mode: str = _option(
-        "entry", "What entry_clip caps: entry, token, direction (scaled gradient), none.", CLIP_MODES
-    )
-    loss_backend: str = _option("auto", "Implementation of the fused divergence.", ("auto", "torch", "triton"))
-    logits_dtype: str = _option("float32", "Precision of the logits in the loss.", ("float32", "bfloat16"))
-
     # layout
     packing: str = _option(
         "auto",
@@ -174,9 +152,12 @@ class OPSDConfig(TrainingArguments):
         "auto", "torch.compile of each decoder layer while training: auto = on CUDA.", ("auto", "true", "false")
     )
     position_gap: bool = _option(False, "Right-pad prompts and leave the published gap in the positions (ablation).")
+    first_token_from_padding: bool = _option(
+        False, "Predict the first token from the last padded position, as published (ablation of position_gap)."
+    )
 
-    # averages and records
-    wavg_last: int = _option(0, "Average the trainable weights over the last N steps; 0 = off.")
+    # records
+    plot_lr: bool = _option(False, "Draw the learning rate of every step to learning_rate.png; false = off.")
     log_rollouts: bool = _option(True, "Write every rollout's token ids and text to rollouts.jsonl.")
 
     def __post_init__(self):
@@ -190,19 +171,10 @@ class OPSDConfig(TrainingArguments):
         _check(self.max_grad_norm >= 0, f"max_grad_norm={self.max_grad_norm} must be >= 0; use 0 to disable clipping")
         _check_sampling(self.temperature, self.top_p, self.top_k)
         _check(self.temperature > 0, f"temperature={self.temperature} must be > 0: rollouts are sampled")
-        _check(0 <= self.beta <= 1, f"beta={self.beta} must be in [0, 1]")
-        _check(
-            self.distill_temperature > 0 and math.isfinite(self.distill_temperature),
-            f"distill_temperature={self.distill_temperature} must be finite and > 0",
-        )
-        _check(self.entry_clip > 0, f"entry_clip={self.entry_clip} must be > 0 nats; use inf to disable")
-        _check(
-            self.clip_mode != "none" or math.isinf(self.entry_clip),
-            f"entry_clip={self.entry_clip} has no effect with clip_mode=none; remove one of the two",
-        )
         for own in fields(OPSDConfig):
-            if own.name in OPSDConfig.__annotations__ and own.metadata.get("choices"):
+            if own.name in own_training_fields() and own.metadata.get("choices"):
                 _check_choice(own.name, getattr(self, own.name), tuple(own.metadata["choices"]))
+        self.check_method()
         _check(
             0 < self.vllm_gpu_memory_utilization < 1,
             f"vllm_gpu_memory_utilization={self.vllm_gpu_memory_utilization} must be in (0, 1)",
@@ -210,6 +182,14 @@ class OPSDConfig(TrainingArguments):
         _check(
             not (self.position_gap and self.packing == "true"),
             "position_gap=true contradicts packing=true: the gap comes from right padding; set packing=auto",
+        )
+        _check(
+            self.position_gap or not self.first_token_from_padding,
+            "first_token_from_padding=true has no effect without right padding; set position_gap=true",
+        )
+        _check(
+            not self.logging_nan_inf_filter,
+            "logging_nan_inf_filter=true must be false: it would hide a non-finite loss",
         )
         _check(
             0 <= self.wavg_last <= self.max_steps,
@@ -301,6 +281,11 @@ def training_fields() -> dict[str, type]:
     return owners
 
 
+def own_training_fields() -> list[str]:
+    """The names of `OPSDConfig` that this project declares, in reading order."""
+    return list(OPSDConfig.__annotations__) + [f.name for f in fields(MethodArgs)]
+
+
 def own_fields() -> list[str]:
     """The arguments this project declares itself, in reading order."""
-    return [f.name for f in fields(DataArgs)] + list(OPSDConfig.__annotations__) + [f.name for f in fields(HandoffArgs)]
+    return [f.name for f in fields(DataArgs)] + own_training_fields() + [f.name for f in fields(HandoffArgs)]
