@@ -86,7 +86,7 @@ def compare(
     overdispersed = any(s.spread_p_larger is not None and s.spread_p_larger < SUSPICIOUS for s in (a, b))
     basis = "runs" if overdispersed and runs_test else "samples"
     p = runs_test["pooled"]["p"] if basis == "runs" else cmh_p
-    power = _power(difference, a, b, basis)
+    power = _power(difference, a, b, basis) | {"samples_per_problem_and_run": a.samples / a.runs / len(kept)}
     return Comparison(
         a=a,
         b=b,

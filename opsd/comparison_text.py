@@ -152,8 +152,10 @@ def _power_lines(power: dict, problems_needed: int | None) -> list[str]:
     needed = ", ".join(f"{d} points: {runs}" for d, runs in power["runs_needed"].items())
     found = ", ".join(f"{runs}: {_points(value)}" for runs, value in power["detectable"].items())
     observed = power["runs_needed_for_observed"]
+    size = power.get("samples_per_problem_and_run")
+    run = "runs" if size is None else f"runs of {size:.3g} samples per problem"
     lines = [
-        f"runs a side for 80 % power at 5 %: {needed}"
+        f"{run} a side for 80 % power at 5 %: {needed}"
         + ("" if observed is None else f", the observed difference: {observed}")
     ]
     lines.append(f"smallest difference found with 80 % power, by runs a side: {found}")
