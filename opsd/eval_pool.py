@@ -67,6 +67,7 @@ class EnginePool:
         self._max_num_seqs = settings.max_num_seqs
         self._window = settings.max_num_seqs + QUEUED_AHEAD
         self._workers: list[Worker] = []
+        started = time.monotonic()
         try:
             for number, group in enumerate(groups):
                 self._workers.append(_start(number, group, log_dir, environment, command))
@@ -74,6 +75,7 @@ class EnginePool:
                 self._send(worker, settings)
             for worker in self._workers:
                 self._receive(worker, "ready")
+            self.load_seconds = time.monotonic() - started
         except BaseException:
             self.close()
             raise

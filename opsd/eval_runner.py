@@ -128,6 +128,7 @@ def _open(store: SampleStore, plan: Plan, target: Target, resume: bool) -> None:
 
 def _sample(plan: Plan, target: Target, store: SampleStore, pool: EnginePool, requests: list[Request]) -> None:
     answers = {problem.id: problem.answer for problem in plan.benchmark.problems}
+    before, started = len(store.samples), time.monotonic()
     progress = Progress(target.manifest["name"], store.samples, len(store.samples) + len(requests))
     try:
         for finished in pool.run(requests):
@@ -145,6 +146,16 @@ def _sample(plan: Plan, target: Target, store: SampleStore, pool: EnginePool, re
         ) from None
     finally:
         progress.close()
+    fresh = store.samples[before:]
+    store.add_run(
+        {
+            "engines": len(pool),
+            "load_seconds": pool.load_seconds,
+            "sampling_seconds": time.monotonic() - started,
+            "samples": len(fresh),
+            "tokens": sum(sample["token_count"] for sample in fresh),
+        }
+    )
 
 
 def _record(plan: Plan, target: Target, finished: Finished, answer: str) -> dict:

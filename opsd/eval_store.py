@@ -14,7 +14,7 @@ from opsd.runinfo import append_jsonl, open_append_jsonl, read_jsonl, write_json
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, SAMPLES, RESULT = "manifest.json", "samples.jsonl", "result.json"
+MANIFEST, SAMPLES, RESULT, RUNS = "manifest.json", "samples.jsonl", "result.json", "runs.jsonl"
 # What must be the same for samples to belong together: path in the manifest -> name in messages.
 IDENTITY = {
     ("model_sha256",): "the model's content",
@@ -87,6 +87,11 @@ class SampleStore:
         """Appends one finished sample; it is on disk when this returns."""
         append_jsonl(self._appending, sample)
         self.samples.append(sample)
+
+    def add_run(self, record: dict) -> None:
+        """Appends what one call that sampled took, to runs.jsonl."""
+        with open_append_jsonl(self.folder / RUNS) as runs:
+            append_jsonl(runs, record)
 
     def replace_samples(self, samples: list[dict]) -> None:
         """Rewrites samples.jsonl in one step, after grading again."""

@@ -51,13 +51,10 @@ def test_base_model(world, tmp_path, capsys):
     assert result["regime"]["samples_per_problem"] == 4 and result["engine"]["dtype"] == "float32"
     samples = read_jsonl(tmp_path / "out" / "samples.jsonl")
     assert len(samples) == 12 and not any("<|im_end|>" in s["text"] for s in samples if not s["truncated"])
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        ".lock",
-        "engines",
-        "manifest.json",
-        "samples.jsonl",
-        "result.json",
-    }
+    files = {".lock", "engines", "manifest.json", "runs.jsonl", "samples.jsonl", "result.json"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == files
+    (run,) = read_jsonl(tmp_path / "out" / "runs.jsonl")
+    assert run["samples"] == 12 and run["tokens"] == sum(s["token_count"] for s in samples) and run["engines"] == 1
 
 
 def test_checkpoints_in_one_call(world, tmp_path, capsys):
