@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from opsd.eval_worker import EngineSettings, Finished, Request
+from opsd.rollout import EngineDied
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,6 @@ LOG_TAIL_LINES = 15
 QUEUED_AHEAD = (
     16  # requests beyond max_num_seqs that a worker holds, so that a free slot is filled without a round trip
 )
-
-
-class EngineDied(RuntimeError):
-    """An engine process ended before its work was done."""
 
 
 @dataclass

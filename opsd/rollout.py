@@ -52,10 +52,34 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
+class EngineDied(RuntimeError):
+    """An engine that ran elsewhere is gone; its work has to be asked for again after a restart."""
+
+
+class Canary:
+    """Proof that an engine serves what it was given: the log-probabilities of one prompt must change when the weights do."""
+
+    PATIENCE = 5  # changed weights in a row that may leave the log-probabilities untouched
+
+    def __init__(self):
+        self.digest: str | None = None
+        self.logps: tuple[float, ...] = ()
+        self._unchanged = 0
+
+    def check(self, digest: str, logps: tuple[float, ...], served: str) -> None:
+        """Compares with the sync before. Raises RuntimeError when several changed weights in a row gave the same output."""
+        if self.digest is not None and self.digest != digest:
+            self._unchanged = self._unchanged + 1 if self.logps == logps else 0
+            if self._unchanged >= self.PATIENCE:
+                raise RuntimeError(
+                    f"the engine's output on the canary prompt has not changed over {self._unchanged} changed adapters (now "
+                    f"{served}): it does not serve them; check the vLLM version and the adapter's target modules"
+                )
+        self.digest, self.logps = digest, logps
+
+
 class VLLMEngine:
     """vLLM in this process. Adapters are served natively (never merged), each sync under a name and id of its own."""
-
-    CANARY_PATIENCE = 5  # syncs of changed adapters in a row that may leave the canary's log-probabilities untouched
 
     def __init__(
         self,
@@ -77,10 +101,14 @@ class VLLMEngine:
         seed: int = 0,
     ):
         from vllm import LLM
+        from vllm.platforms import current_platform
 
-        lora = {}
+        options = {}
+        if current_platform.is_cpu():
+            # a prompt cut in two rewinds its request's generator, which torch cannot do on a CPU
+            options["enable_chunked_prefill"] = False
         if max_lora_rank is not None:
-            lora = {
+            options |= {
                 "enable_lora": True,
                 "max_loras": 1,
                 "max_cpu_loras": 1,
@@ -100,7 +128,7 @@ class VLLMEngine:
             seed=seed,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # sampling settings come from the caller alone
-            **lora,
+            **options,
         )
         self._sleep = sleep
         self._canary_ids = list(canary_ids)
@@ -110,8 +138,7 @@ class VLLMEngine:
         self._lora_request = None
         self._lora_enabled = max_lora_rank is not None
         self._request_numbers = itertools.count()
-        self._canary: tuple[str, tuple[float, ...]] | None = None
-        self._unchanged = 0
+        self._canary = Canary()
         self.served = "base model"
 
     def sync(self, adapter_dir: Path | None, step: int) -> None:
@@ -150,19 +177,12 @@ class VLLMEngine:
             position[token].logprob
             for token, position in zip(self._canary_ids[1:], output.prompt_logprobs[1:], strict=True)
         )
-        if self._canary is not None and self._canary[0] != digest:
-            self._unchanged = self._unchanged + 1 if self._canary[1] == logps else 0
-            if self._unchanged >= self.CANARY_PATIENCE:
-                raise RuntimeError(
-                    f"the engine's output on the canary prompt has not changed over {self._unchanged} changed adapters (now "
-                    f"{self.served}): it does not serve them; check the vLLM version and the adapter's target modules"
-                )
-        self._canary = (digest, logps)
+        self._canary.check(digest, logps, self.served)
 
     @property
     def canary_logps(self) -> tuple[float, ...]:
         """Log-probabilities of the canary prompt under what is served, as of the last sync."""
-        return () if self._canary is None else self._canary[1]
+        return self._canary.logps
 
     def _run_one(self, prompt_ids: list[int], params):
         engine = self._llm.llm_engine

@@ -1,0 +1,122 @@
+"""Starts a vLLM server for `opsd/rollout_server.py`: its command, its environment, its log, and its end with this process.
+
+The key travels in the environment, where other users of the host cannot read it, and never on the command line.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd.eval_worker import die_with_parent
+from opsd.rollout import EngineDied, vllm_lora_rank
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL_LINES = 15
+# vLLM's own entry module: `vllm serve` takes the same flags, but its console script does not run with the CPU package
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
+
+
+@dataclass
+class StartedServer:
+    """A server that this process started and ends."""
+
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+    def last_words(self) -> str:
+        """How the process ended and the end of its log, for an error message."""
+        code = self.process.poll()
+        how = "still runs" if code is None else f"ended with exit code {code}"
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return f"; process {self.process.pid} {how}, end of its log {self.log}:\n" + "\n".join(
+            f"  | {line}" for line in lines
+        )
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns when the server answers. Raises EngineDied when it ends before, or does not answer in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise EngineDied(f"vLLM server {self.url} did not start{self.last_words()}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5.0):
+                    return
+            except OSError:
+                time.sleep(0.5)
+        raise EngineDied(f"vLLM server {self.url} was not ready after {timeout_s:.0f} s{self.last_words()}")
+
+    def stop(self) -> None:
+        """Asks the server and its engine process to end, then kills what is left of them."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            logger.warning("process %d did not end and is killed", self.process.pid)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its session holds only what it started
+        except ProcessLookupError:
+            logger.debug("nothing is left of process %d", self.process.pid)
+        self.process.wait()
+
+
+def server_command(
+    model: str,
+    port: int,
+    *,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_lora_rank: int,
+    host: str = "127.0.0.1",
+    gpu_memory_utilization: float = 0.9,
+    enforce_eager: bool = False,
+    load_format: str = "auto",
+) -> list[str]:
+    """The command of a server that `ServerEngine` can use."""
+    command = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port)]
+    command += ["--dtype", dtype, "--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
+    command += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--load-format", load_format]
+    command += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1"]
+    command += ["--max-lora-rank", str(vllm_lora_rank(max_lora_rank))]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    return command + (["--enforce-eager"] if enforce_eager else [])
+
+
+def start_server(
+    model: str, port: int, *, api_key: str, log: Path, environment: dict[str, str], gpu: str | None = None, **options
+) -> StartedServer:
+    """Starts one server on this host, on the GPU (or GPUs, `1,2`) given; `options` are those of `server_command`.
+
+    Returns at once; `wait_until_ready` says when it can be used. `environment` is the caller's.
+    """
+    if not api_key:
+        raise ValueError(
+            "OPSD_VLLM_API_KEY is not set; export a key of your own: a server is never started without one"
+        )
+    variables = environment | {"VLLM_API_KEY": api_key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    if gpu is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = gpu
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            server_command(model, port, **options),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=variables,
+            cwd=log.parent,
+            start_new_session=True,  # an interrupt from the terminal reaches the trainer alone, which ends the servers in order
+            preexec_fn=die_with_parent,
+        )
+    host = options.get("host", "127.0.0.1")
+    logger.info("vLLM server on port %d starts, process %d, log %s", port, process.pid, log)
+    return StartedServer(f"http://{host}:{port}", process, log)
