@@ -1,7 +1,8 @@
 """Every argument of training and evaluation, with its default, unit and off-value. First file of the data flow.
 
-`DataArgs` says which rows, `OPSDConfig` how to train (arXiv 2601.18734; the method's own arguments are in opsd/method_args.py), `EvalRegime` how a score is sampled. Everything is validated here,
-before a model or a data set is opened. Library defaults are neutral; the published values stand in `recipe.env` and `recipes/paper.env`.
+`DataArgs` says which rows, `OPSDConfig` how to train (arXiv 2601.18734; the method's own arguments are in opsd/method_args.py),
+`EvalRegime` how a score is sampled. Everything is validated here, before a model or a data set is opened. Library defaults are neutral;
+the published values stand in `recipe.env` and `recipes/paper.env`.
 """
 
 import dataclasses
@@ -117,7 +118,7 @@ class OPSDConfig(MethodArgs, TrainingArguments):
     logging_nan_inf_filter: bool = _option(
         False, "Kept false: a non-finite loss stops the run instead of being hidden."
     )
-    gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass; false = keep them.")
+    gradient_checkpointing: bool = _option(False, "Same as recompute=true; leave it to recompute.")
     bf16: bool | None = _option(None, "bf16 autocast; unset = on when the model is loaded in bfloat16.")
 
     # rollouts
@@ -135,6 +136,10 @@ class OPSDConfig(MethodArgs, TrainingArguments):
     vllm_sleep: str = _option(
         "auto", "Release the engine's memory while training: auto = only when needed.", ("auto", "true", "false")
     )
+    vllm_server_urls: list[str] | None = _option(
+        None,
+        "Addresses of the servers of rollout_engine vllm_server, e.g. http://127.0.0.1:8001; key: OPSD_VLLM_API_KEY.",
+    )
     vllm_load_format: str = _option("auto", "vLLM's load_format; dummy = random weights, for benchmarks.")
     rollout_sync: str = _option(
         "adapter",
@@ -143,6 +148,11 @@ class OPSDConfig(MethodArgs, TrainingArguments):
     )
 
     # layout
+    recompute: str = _option(
+        "auto",
+        "Recompute activations in the backward pass: auto = only when the memory estimate asks for it.",
+        ("auto", "true", "false"),
+    )
     packing: str = _option(
         "auto",
         "Sequences of a micro-batch in one row without padding: auto = where attention allows.",
@@ -179,6 +189,7 @@ class OPSDConfig(MethodArgs, TrainingArguments):
             0 < self.vllm_gpu_memory_utilization < 1,
             f"vllm_gpu_memory_utilization={self.vllm_gpu_memory_utilization} must be in (0, 1)",
         )
+        self._check_engine()
         _check(
             not (self.position_gap and self.packing == "true"),
             "position_gap=true contradicts packing=true: the gap comes from right padding; set packing=auto",
@@ -198,6 +209,26 @@ class OPSDConfig(MethodArgs, TrainingArguments):
         if self.report_to is None:
             self.report_to = ["none"]
         super().__post_init__()
+
+    def _check_engine(self):
+        server = self.rollout_engine == "vllm_server"
+        _check(
+            server == bool(self.vllm_server_urls),
+            f"vllm_server_urls={self.vllm_server_urls} must be given with rollout_engine=vllm_server, and with no other engine",
+        )
+        for url in self.vllm_server_urls or []:
+            _check(
+                re.fullmatch(r"https?://[^/@\s]+/?", url) is not None,
+                f"vllm_server_urls={url} must look like http://127.0.0.1:8001, without a key in it",
+            )
+        _check(
+            not (server and self.rollout_sync == "merged"),
+            "rollout_sync=merged is not possible with rollout_engine=vllm_server, which receives adapters only; use vllm",
+        )
+        _check(
+            not (self.recompute == "false" and self.gradient_checkpointing),
+            "gradient_checkpointing=true contradicts recompute=false; remove it",
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 PREFIX = "OPSD_"
 # Keys of the launcher itself, beside the fields of args.py; the second group is read before a recipe is.
 LAUNCHER_KEYS = ("num_processes", "accelerate_config")
-ENVIRONMENT_ONLY_KEYS = ("dry_run", "python", "cache")
+ENVIRONMENT_ONLY_KEYS = ("dry_run", "python", "cache", "vllm_api_key")
 DERIVED_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 _ASSIGNMENT = re.compile(r"export ([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
