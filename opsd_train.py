@@ -34,7 +34,9 @@ def main(argv: list[str]) -> None:
 
     configure_logging()
     with args.main_process_first(desc="building the world"):
-        resolve_world(data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd"))
+        resolve_world(
+            data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")
+        )
     evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval")
     if data_args.evaluate_before and args.process_index == 0:
         evaluator.run("before", adapter=None)
@@ -52,11 +54,19 @@ def train(data_args, args, handoff, model_args) -> Path:
     from opsd.model import base_hash, check_model_args, load_tokenizer
     from opsd.runinfo import write_json
     from opsd.setup_run import build_trainer, preview_prompts, run_record
+    from opsd.teacher_load import check_teacher
 
     check_model_args(model_args)
     tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision)
+    check_teacher(args, tokenizer)
     examples, counts = load_training_examples(
-        data_args, tokenizer, student_thinking=args.student_thinking, teacher_thinking=args.teacher_thinking
+        data_args,
+        tokenizer,
+        student_thinking=args.student_thinking,
+        teacher_thinking=args.teacher_thinking,
+        teacher_prefix=args.teacher_prefix,
+        teacher_sees_problem=args.teacher_sees_problem,
+        wrong_reference_seed=args.wrong_reference_seed if args.token_weight == "contrastive" else None,
     )
     preview_prompts(tokenizer, examples[0], Path(args.output_dir))
     record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)

@@ -3,10 +3,12 @@
 Start here:     args.py method_args.py prompts.py
 Rows:           rows.py filters.py row_filter.py answer_shape.py answer_text.py overlap.py reweight.py filter_output.py
                 filter_report.py data.py
-Rollouts:       rollout.py rollout_transformers.py adapter.py
-Model inputs:   batch.py attention.py teacher.py model.py speed.py compat.py
+Rollouts:       rollout.py rollout_transformers.py rollout_server.py vllm_client.py server_process.py adapter.py merged_sync.py
+                engines.py
+Model inputs:   batch.py attention.py teacher.py teacher_load.py model.py speed.py compat.py
 The loss:       divergence.py projection.py fused_divergence.py triton_divergence.py divergence_kernel.py sampled_token.py
-Training:       trainer.py setup_run.py handoff.py
+                token_weights.py objective.py
+Training:       memory.py trainer.py setup_run.py handoff.py
 Evaluation:     grading.py grading_worker.py benchmarks.py evaluation.py distributions.py paired_tests.py published.py
                 eval_args.py eval_setup.py eval_estimate.py eval_store.py eval_worker.py eval_pool.py eval_runner.py
                 eval_result.py eval_output.py eval_table.py comparison_side.py comparison_checks.py comparison.py

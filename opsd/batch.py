@@ -14,11 +14,15 @@ from opsd.rollout import Rollout
 
 @dataclass(frozen=True)
 class Layout:
-    """How sequences become tensors: `packed` rows without padding, or padded batches with an optional published position gap."""
+    """How sequences become tensors: `packed` rows without padding, or padded batches.
+
+    The two last fields repeat the published code's right padding, and only change padded batches; see `_padded`.
+    """
 
     packed: bool
     pad_id: int
     position_gap: bool = False
+    first_token_from_padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ def _packed(prompts, completions, device) -> ModelInputs:
 def _padded(prompts, completions, layout: Layout, device) -> ModelInputs:
     """Prompts are left-padded, so that a completion follows its prompt without a gap; `position_gap` right-pads them as published.
 
-    With the gap, positions count the padding and the first completion token is predicted from the last *real* prompt token (the
-    published code predicts it from a padding position).
+    With the gap, positions count the padding, and the first completion token is predicted from the last *real* prompt token. The
+    published code predicts it from the last position before the completion, which is padding for all but the longest prompt:
+    `first_token_from_padding`.
     """
     longest_prompt = max(map(len, prompts))
     longest_completion = max(map(len, completions))
@@ -89,7 +94,8 @@ def _padded(prompts, completions, layout: Layout, device) -> ModelInputs:
         mask[row, start : start + len(prompt)] = 1
         mask[row, longest_prompt:end] = 1
         positions[row, start:] = torch.arange(shape[1] - start)
-        predictors = [start + len(prompt) - 1, *range(longest_prompt, end - 1)]
+        first = longest_prompt - 1 if layout.first_token_from_padding else start + len(prompt) - 1
+        predictors = [first, *range(longest_prompt, end - 1)]
         keep.extend(row * shape[1] + p for p in predictors)
     forward = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "position_ids": positions.to(device)}
     return ModelInputs(forward, torch.tensor(keep, device=device))
@@ -109,6 +115,11 @@ class MicroBatch:
     @property
     def teacher_prompts(self) -> list[list[int]]:
         return [e["teacher_prompt_ids"] for e in self.examples]
+
+    @property
+    def wrong_teacher_prompts(self) -> list[list[int]]:
+        """Teacher prompts with another row's reference (`token_weight=contrastive`)."""
+        return [e["negative_teacher_prompt_ids"] for e in self.examples]
 
     @property
     def completions(self) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""The method's arguments: objective, token weights, teacher and stopping rules. A part of `OPSDConfig` (opsd/args.py); imports nothing of ours.
+"""The method's arguments: objective, token weights, teacher and stopping rules; a part of `OPSDConfig` (opsd/args.py).
 
-Every variant of the method that was reported or ruled out is one of these arguments; `recipes/ablations/` sets them. A parameter of a mode
-that is not active is refused when it is given.
+Every variant of the method that was reported or ruled out is one of these arguments; `recipes/ablations/` sets them. A parameter of a
+mode that is not active is refused when it is given. Imports nothing of ours.
 """
 
 import math

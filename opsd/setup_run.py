@@ -62,7 +62,7 @@ def choose_layout(args: OPSDConfig, config, pad_id: int) -> Layout:
         raise ValueError(f"packing=true is not possible with {reason}; set packing=auto")
     packed = args.packing != "false" and reason is None
     logger.info("layout: %s", "packed rows" if packed else f"padded batches ({reason or 'packing=false'})")
-    return Layout(packed=packed, pad_id=pad_id, position_gap=args.position_gap)
+    return Layout(packed, pad_id, args.position_gap, args.first_token_from_padding)
 
 
 def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dict) -> OPSDTrainer:

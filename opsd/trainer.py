@@ -18,13 +18,12 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from opsd.adapter import check_adapter
 from opsd.args import OPSDConfig
-from opsd.batch import Layout, MicroBatch, ModelInputs, build_inputs, split_micro_batches
-from opsd.divergence import mean_statistics
-from opsd.fused_divergence import fused_generalized_jsd
-from opsd.sampled_token import sampled_token_logps
+from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
 from opsd.model import HiddenTap
+from opsd.objective import Objective, StepSize
 from opsd.rollout import Rollout, SamplingSettings, derive_seed
-from opsd.teacher import teacher_weights
+from opsd.sampled_token import sampled_token_logps
+from opsd.teacher import Teacher, completion_hidden
 
 logger = get_logger(__name__)
 
@@ -112,11 +111,14 @@ class OPSDTrainer(Trainer):
         self.sampling = SamplingSettings(
             args.temperature, args.top_p, args.top_k, args.max_completion_length, args.ignore_eos
         )
-        self.logits_dtype = getattr(torch, args.logits_dtype)
+        self.teacher = Teacher(args, model, self._tap)
+        self.objective = Objective(args, self._tap.head, self.teacher.head)
+        self.resumed_from: Path | None = None
         self.micro_batches: list[MicroBatch] = []
         self.tokens_generated = 0
         self.tokens_trained = 0
         self._metrics = StepMetrics()
+        self._step_sequences = torch.tensor(args.rollouts_per_step)
         self._adapter_root = Path(
             tempfile.mkdtemp(prefix="opsd-adapter-", dir=MEMORY_DISK if MEMORY_DISK.is_dir() else None)
         )
@@ -131,19 +133,25 @@ class OPSDTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device) -> tuple[list[MicroBatch], torch.Tensor]:
         """Samples all rollouts of one optimizer step with the current adapter and groups them by token count.
 
-        Returns the micro-batches of this process and the number of completion tokens over all processes.
+        Returns the micro-batches of this process and the number of counted completion tokens over all processes.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         examples = [example for batch in batches for example in batch]
         started = time.perf_counter()
+        self.teacher.advance(self.state.global_step)
         self._sync_engine()
         synced = time.perf_counter()
         rollouts = self._generate(examples)
         self.engine.rest()
         generated = time.perf_counter()
         self.micro_batches = split_micro_batches(examples, rollouts, num_batches)
-        tokens = sum(m.completion_tokens for m in self.micro_batches)
-        total = self.accelerator.reduce(torch.tensor(tokens, device=device), reduction="sum")
+        counts = torch.tensor(self.objective.counts(self.micro_batches), device=device)
+        total, self._step_sequences = self.accelerator.reduce(counts, reduction="sum").unbind()
+        if total == 0:
+            raise RuntimeError(
+                f"step {self.state.global_step + 1}: no completion is longer than skip_first_tokens={self.args.skip_first_tokens}, so "
+                "there is nothing to train on; lower it"
+            )
         self._metrics.seconds = {"sync": synced - started, "rollout": generated - synced}
         self._train_started_at = generated
         return self.micro_batches, total
@@ -183,40 +191,24 @@ class OPSDTrainer(Trainer):
 
     # loss
 
-    def _hidden(self, model: torch.nn.Module, inputs: ModelInputs) -> torch.Tensor:
-        """Hidden states that predict the completion tokens, (N, H), in the dtype of the output projection."""
-        with self._tap.selecting(inputs.keep):
-            hidden = model(**inputs.forward, use_cache=False).logits
-        return hidden.to(self._tap.head.weight.dtype)
-
     def compute_loss(self, model, inputs: MicroBatch, return_outputs=False, num_items_in_batch=None):
         """This process's share of the mean divergence over the step's completion tokens, times the number of processes.
 
         Gradients are averaged over processes afterwards, so the factor makes the step's gradient that of one global token mean.
         """
-        args, device = self.args, self.accelerator.device
-        teacher_inputs = build_inputs(inputs.teacher_prompts, inputs.completions, self.layout, device)
-        student_inputs = build_inputs(inputs.student_prompts, inputs.completions, self.layout, device)
-        with teacher_weights(self.model, args.teacher_kind):
-            teacher_hidden = self._hidden(self.model, teacher_inputs)
-        student_hidden = self._hidden(model, student_inputs)
-        head = self._tap.head
-        loss, statistics = fused_generalized_jsd(
-            student_hidden,
-            teacher_hidden,
-            head.weight,
-            None,
-            lm_head_bias=head.bias,
-            beta=args.beta,
-            temperature=args.distill_temperature,
-            entry_clip=args.entry_clip,
-            clip_mode=args.clip_mode,
-            denominator=num_items_in_batch / self.accelerator.num_processes,
-            backend=args.loss_backend,
-            logits_dtype=self.logits_dtype,
+        device, processes = self.accelerator.device, self.accelerator.num_processes
+        teacher_hidden = self.teacher.hidden(
+            build_inputs(inputs.teacher_prompts, inputs.completions, self.layout, device)
         )
-        self._metrics.add(statistics)
-        self._metrics.add({"loss_sum": loss.detach() * num_items_in_batch / self.accelerator.num_processes})
+        wrong_hidden = None
+        if self.objective.needs_wrong_reference:
+            wrong_inputs = build_inputs(inputs.wrong_teacher_prompts, inputs.completions, self.layout, device)
+            wrong_hidden = self.teacher.hidden(wrong_inputs)
+        student_inputs = build_inputs(inputs.student_prompts, inputs.completions, self.layout, device)
+        student_hidden = completion_hidden(model, self._tap, student_inputs)
+        size = StepSize(num_items_in_batch, self._step_sequences)
+        loss, sums = self.objective.loss(student_hidden, teacher_hidden, wrong_hidden, inputs, size, processes)
+        self._metrics.add(sums)
         self._record_logp_gap(student_hidden.detach(), inputs)
         self.tokens_generated += inputs.completion_tokens
         self.tokens_trained += inputs.input_tokens
@@ -248,19 +240,11 @@ class OPSDTrainer(Trainer):
         now = time.perf_counter()
         seconds = self._metrics.seconds
         totals = self._metrics.reduce(self.accelerator)
-        means = mean_statistics(totals)
-        tokens = totals["tokens"]
         train_seconds = now - self._train_started_at
-        row = {
-            "loss/objective": totals["loss_sum"] / tokens,
-            "loss/divergence": means["divergence"],
-            "loss/clipped_entry_fraction": means["clipped_entry_fraction"],
-            "loss/clipped_token_fraction": means["clipped_token_fraction"],
-            "policy/student_entropy": means["student_entropy"],
-            "policy/teacher_entropy": means["teacher_entropy"],
+        row = self.objective.row(totals) | {
             "rollout/mean_length": totals["rollout_tokens"] / totals["rollouts"],
             "rollout/truncated_fraction": totals["truncated"] / totals["rollouts"],
-            "rollout/logp_gap": totals["logp_gap"] / tokens,
+            "rollout/logp_gap": totals["logp_gap"] / totals["rollout_tokens"],
             "rollout/logp_gap_max": totals["logp_gap_max"],
             "time/sync_s": seconds["sync"],
             "time/rollout_s": seconds["rollout"],
@@ -292,6 +276,18 @@ class OPSDTrainer(Trainer):
         teacher = sum(map(len, inputs.teacher_prompts)) + completions
         return weights * (2 * teacher + 4 * student) + 6 * completions * self._tap.head.weight.numel()
 
+    def _save_optimizer_and_scheduler(self, output_dir) -> None:
+        """Everything of a checkpoint besides the adapter: also what the teacher has accumulated."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            self.teacher.save(Path(output_dir), self.state.global_step)
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.resumed_from = None if checkpoint is None else Path(checkpoint)
+        if self.resumed_from is not None:
+            self.teacher.load(self.resumed_from)
+
     def _save(self, output_dir=None, state_dict=None) -> None:
         """Saves adapter and tokenizer, then reopens the adapter and proves that it is complete."""
         super()._save(output_dir, state_dict)
@@ -299,7 +295,11 @@ class OPSDTrainer(Trainer):
 
     def run_totals(self) -> dict[str, float | int]:
         """Totals of this process's training for run.json."""
-        return {"steps": self.state.global_step, "tokens_generated": self.tokens_generated, "tokens_trained": self.tokens_trained}
+        return {
+            "steps": self.state.global_step,
+            "tokens_generated": self.tokens_generated,
+            "tokens_trained": self.tokens_trained,
+        }
 
     def close(self) -> None:
         """Stops the engine and removes the adapters it was given."""
