@@ -7,19 +7,15 @@ the cluster, and already contains the sampling noise. Formulas: Miller 2024 (arX
 (arXiv 2107.03374, equation 1). Scores are fractions in 0-1. Standard library only.
 """
 
-import itertools
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from opsd import answer_text
 from opsd.distributions import normal_quantile, t_quantile
+from opsd.majority import majority_at, majority_sizes
 
 NO_BOX_REASONS = ("no_box", "unterminated", "empty")
-MAJORITY_SEED = 0
-MAX_SUBSETS = 1000  # per problem; below this, every subset is counted and majority@j is exact
 
 
 def count_by_problem(samples: Sequence[dict], problems: Sequence[dict]) -> list[dict]:
@@ -61,7 +57,7 @@ def build_statistics(samples: Sequence[dict], problems: Sequence[dict], k: int) 
         **score_with_errors(counts),
         "pass_at_k": {str(j): value for j, (value, _) in pass_at_k.items()},
         "pass_at_k_problems": {str(j): covered for j, (_, covered) in pass_at_k.items()},
-        "majority_at_k": {str(j): majority_at(groups, j) for j in _majority_sizes(k)},
+        "majority_at_k": {str(j): majority_at(groups, j) for j in majority_sizes(k)},
         "truncation_rate": _mean_rate(groups, lambda sample: sample["truncated"]),
         "no_box_rate": _mean_rate(groups, lambda sample: sample["reason"] in NO_BOX_REASONS),
         "mean_tokens": fmean(fmean(sample["token_count"] for sample in group) for group in groups),
@@ -75,7 +71,11 @@ def build_statistics(samples: Sequence[dict], problems: Sequence[dict], k: int) 
 
 
 def score_with_errors(counts: Sequence[tuple[int, int]]) -> dict:
-    """avg@k and its errors from (samples, correct) per problem. None where an error cannot be estimated."""
+    """avg@k and its errors from (samples, correct) per problem. None where an error cannot be estimated.
+
+    When no sample or every sample is correct, the estimated errors are 0 and say nothing; the intervals are then the exact
+    one-sided 95 % bounds: from the number of samples (same problems), from the number of problems (new problems).
+    """
     rates = [correct / n for n, correct in counts]
     score, size = fmean(rates), len(counts)
     same = variance_same_problems(counts)
@@ -84,13 +84,14 @@ def score_with_errors(counts: Sequence[tuple[int, int]]) -> dict:
     within = (
         None if same is None else fmean(rate * (1 - rate) / (n - 1) for rate, (n, _) in zip(rates, counts, strict=True))
     )
+    samples = sum(n for n, _ in counts)
     return {
         "avg_at_k": score,
         "standard_error_same_problems": same,
-        "interval_same_problems": None if same is None else _interval(score, same, normal_quantile(0.975)),
+        "interval_same_problems": _interval(score, same, samples, normal_quantile(0.975)),
         "standard_error_new_problems": new,
-        "interval_new_problems": None if new is None else _interval(score, new, t_quantile(0.975, size - 1)),
-        "pooled_binomial_bound": math.sqrt(score * (1 - score) / sum(n for n, _ in counts)),
+        "interval_new_problems": _interval(score, new, size, t_quantile(0.975, max(1, size - 1))),
+        "pooled_binomial_bound": math.sqrt(score * (1 - score) / samples),
         "sd_between_problems": None if new is None or within is None else math.sqrt(max(0.0, new**2 * size - within)),
     }
 
@@ -106,41 +107,6 @@ def pass_at(counts: Sequence[tuple[int, int]], j: int) -> tuple[float | None, in
     """Unbiased pass@j over the problems with at least `j` samples, and how many those are (None when there is none)."""
     values = [1 - math.comb(n - correct, j) / math.comb(n, j) for n, correct in counts if n >= j]
     return (fmean(values) if values else None), len(values)
-
-
-def majority_at(groups: Sequence[Sequence[dict]], j: int) -> float | None:
-    """Majority vote of `j` samples, averaged over subsets; an unanswered sample votes for "unanswered"; ties share credit."""
-    values = [_majority_credit([_answer_class(sample) for sample in group], j) for group in groups if len(group) >= j]
-    return fmean(values) if values else None
-
-
-def _majority_credit(votes: list[str], j: int) -> float:
-    if math.comb(len(votes), j) <= MAX_SUBSETS:
-        subsets = itertools.combinations(votes, j)
-    else:
-        generator = random.Random(MAJORITY_SEED)
-        subsets = (generator.sample(votes, j) for _ in range(MAX_SUBSETS))
-    credits = []
-    for subset in subsets:
-        tally = Counter(subset)
-        best = max(tally.values())
-        winners = [answer for answer, votes_for in tally.items() if votes_for == best]
-        credits.append(("correct" in winners) / len(winners))
-    return fmean(credits)
-
-
-def _answer_class(sample: dict) -> str:
-    """Every correct sample is one class, whatever its spelling; wrong ones are grouped by integer value or by text."""
-    if sample["correct"]:
-        return "correct"
-    if sample["extracted"] is None:
-        return "unanswered"
-    text = answer_text.normalise(sample["extracted"])
-    return "wrong " + (answer_text.as_integer(text) or answer_text.canonical(text))
-
-
-def _majority_sizes(k: int) -> list[int]:
-    return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
 
 
 def _group(samples: Sequence[dict], problems: Sequence[dict]) -> list[list[dict]]:
@@ -161,8 +127,12 @@ def _group(samples: Sequence[dict], problems: Sequence[dict]) -> list[list[dict]
     return [list(by_index.values()) for by_index in grouped.values()]
 
 
-def _interval(center: float, error: float, quantile: float) -> list[float]:
-    return [center - quantile * error, center + quantile * error]
+def _interval(score: float, error: float | None, trials: int, quantile: float) -> list[float] | None:
+    """`score` plus and minus `quantile` errors; after `trials` outcomes that are all alike, the exact one-sided bound."""
+    if score in (0.0, 1.0):
+        reach = 1 - 0.05 ** (1 / trials)  # at this rate, `trials` equal outcomes happen one time in twenty
+        return [0.0, reach] if score == 0 else [1 - reach, 1.0]
+    return None if error is None else [score - quantile * error, score + quantile * error]
 
 
 def _mean_rate(groups: Sequence[Sequence[dict]], predicate) -> float:
@@ -191,6 +161,11 @@ def describe(statistics: dict, name: str = "") -> str:
         )
         if s[key] is not None
     ]
+    if s["avg_at_k"] in (0.0, 1.0):  # the estimated errors are 0 because nothing varied
+        same, new = s["interval_same_problems"], s["interval_new_problems"]
+        errors = [
+            f"(95 %: {_span(same)} on the same {s['problems_with_samples']} problems, {_span(new)} on new problems)"
+        ]
     parts = [f"{name} avg@{k} = {100 * s['avg_at_k']:.1f} % ".lstrip() + " · ".join(errors)]
     for label, values in (("pass", s["pass_at_k"]), ("maj", s["majority_at_k"])):
         size = max(
@@ -209,3 +184,7 @@ def describe(statistics: dict, name: str = "") -> str:
     parts.append(f"no box {100 * s['no_box_rate']:.1f} %")
     parts.append(f"mean {s['mean_tokens']:.0f} tokens")
     return " · ".join(parts)
+
+
+def _span(interval: Sequence[float]) -> str:
+    return f"{100 * interval[0]:.0f} to {100 * interval[1]:.0f}"

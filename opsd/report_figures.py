@@ -4,6 +4,7 @@ Uses matplotlib's object interface, so any thread may draw; nothing in a name is
 """
 
 import io
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,11 +95,12 @@ def draw_scores(results: Sequence[dict]) -> Figure:
 def draw_heat_map(results: Sequence[dict]) -> Figure:
     """Share of correct samples per problem (columns) and result (rows), problems in benchmark order."""
     problems = results[0]["problems"]
+    shared = os.path.commonprefix([p["id"] for p in problems]).rfind("-") + 1 if len(problems) > 1 else 0
     blocks = [problems[i : i + HEAT_MAP_COLUMNS] for i in range(0, len(problems), HEAT_MAP_COLUMNS)]
     columns = max(len(block) for block in blocks)
     rates = [{p["id"]: p["correct"] / p["n"] if p["n"] else None for p in result["problems"]} for result in results]
     height = len(blocks) * (0.62 + 0.3 * len(results)) + 0.55
-    figure = Figure(figsize=(max(4.5, 1.9 + 0.25 * columns), height), layout="constrained")
+    figure = Figure(figsize=(max(7.6, 1.9 + 0.25 * columns), height), layout="constrained")
     grid = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
     colours = matplotlib.colormaps["RdYlBu"].with_extremes(bad="#dddddd")
     for axes, block in zip(grid, blocks, strict=True):
@@ -107,7 +109,9 @@ def draw_heat_map(results: Sequence[dict]) -> Figure:
         mesh = axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=1.2)
         axes.invert_yaxis()
         axes.set_yticks([row + 0.5 for row in range(len(results))], [short_name(result) for result in results])
-        axes.set_xticks([i + 0.5 for i in range(len(block))], [p["id"][-8:] for p in block], rotation=90, fontsize=7)
+        axes.set_xticks(
+            [i + 0.5 for i in range(len(block))], [p["id"][shared:][-8:] for p in block], rotation=90, fontsize=7
+        )
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
@@ -123,7 +127,7 @@ def draw_lengths(results: Sequence[dict], samples: Sequence[Sequence[dict]]) -> 
     shown = [(result, group) for result, group in zip(results, samples, strict=True) if group]
     longest = max(sample["token_count"] for _, group in shown for sample in group)
     edges = [longest * i / 40 for i in range(41)]
-    figure = Figure(figsize=(7.6, 0.7 + 1.25 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(7.6, 0.95 + 1.25 * len(shown)), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     kinds = [("correct", COLOURS[0]), ("wrong", COLOURS[1]), ("truncated", "#555555")]
     for axes, (result, group) in zip(panels, shown, strict=True):
@@ -141,13 +145,8 @@ def draw_lengths(results: Sequence[dict], samples: Sequence[Sequence[dict]]) -> 
         axes.set_ylabel("samples")
         axes.grid(axis="y")
         axes.set_axisbelow(True)
-    panels[0].legend(
-        handles=[Patch(color=colour, label=kind) for kind, colour in kinds],
-        frameon=False,
-        ncols=3,
-        loc="upper right",
-        fontsize=8,
-    )
+    handles = [Patch(color=colour, label=kind) for kind, colour in kinds]
+    figure.legend(handles=handles, frameon=False, ncols=3, loc="outside upper right", fontsize=8)
     panels[-1].set_xlabel("tokens per completion")
     return figure
 

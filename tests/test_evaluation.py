@@ -13,7 +13,8 @@ import pytest
 from evaluation_samples import make_problems, make_sample, make_samples, u_shaped_rates
 
 from opsd import distributions
-from opsd.evaluation import build_statistics, count_by_problem, describe, majority_at, pass_at, score_with_errors
+from opsd.evaluation import build_statistics, count_by_problem, describe, pass_at, score_with_errors
+from opsd.majority import majority_at
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -146,6 +147,15 @@ def test_single_samples_have_no_same_problem_error():
     s = build_statistics([make_sample("0", 0, True), make_sample("1", 0, False)], make_problems(2), 1)
     assert s["standard_error_same_problems"] is None and s["interval_same_problems"] is None
     assert s["standard_error_new_problems"] == pytest.approx(0.5)
+
+
+def test_uniform_outcomes_get_exact_bounds_instead_of_zero_width():
+    s = build_statistics(samples_from_counts([0] * 10, 4), make_problems(10), 4)
+    assert (1 - s["interval_same_problems"][1]) ** 40 == pytest.approx(0.05) and s["interval_same_problems"][0] == 0
+    assert (1 - s["interval_new_problems"][1]) ** 10 == pytest.approx(0.05)
+    assert "0.0 % (95 %: 0 to 7 on the same 10 problems, 0 to 26 on new problems)" in describe(s)
+    s = build_statistics(samples_from_counts([4] * 10, 4), make_problems(10), 4)
+    assert s["interval_same_problems"] == pytest.approx([0.05 ** (1 / 40), 1.0])
 
 
 def test_bad_samples_are_refused():
