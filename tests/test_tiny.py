@@ -263,3 +263,15 @@ def test_gates_name_what_was_missed():
     build.check_gates(fine)
     with pytest.raises(RuntimeError, match=r"swapped_gain=0\.200 must be in \[-1\.0, 0\.05\]"):
         build.check_gates(fine | {"swapped_gain": 0.2})
+
+
+def test_summary_states_n_and_the_standard_error_of_every_accuracy(tmp_path):
+    record = {"seed": 3, "parameters": 5, "unknown": [], "settings": {}, "versions": {}, "heldout_problems": 400}
+    record |= {
+        "pretraining_seconds": 1.0,
+        "total_seconds": 2.0,
+        "measured": {"a_sampled": 0.5, "b_greedy": 0.9, "teacher_p_mark": 0.99},
+    }
+    (tmp_path / "world.json").write_text(json.dumps(record))
+    written = build.summary([tmp_path])["worlds"][0]
+    assert written["n"] == 400 and written["standard_error"] == {"a_sampled": 0.025, "b_greedy": 0.015}

@@ -11,13 +11,14 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
-from opsd.runinfo import exit_on_bad_input, package_versions, write_json, write_text
+from opsd.runinfo import exit_on_bad_input, git_state, hardware, package_versions, write_json, write_text
 from tiny import measure, muon, pretrain, tokenizer, world
 
 logger = logging.getLogger(__name__)
@@ -125,13 +126,43 @@ def _build(folder: Path, seed: int, settings: pretrain.PretrainSettings) -> None
     )
 
 
+def summary(folders: list[Path]) -> dict:
+    """What `results/tiny_world.json` holds: provenance and, per seed, every measurement; accuracies with n and standard error."""
+    worlds = [json.loads((folder / "world.json").read_text(encoding="utf-8")) for folder in folders]
+    return {
+        "question": "is the tiny world's model half right unaided, nearly always right with the reference, no better with a swapped one?",
+        **git_state(),
+        "hardware": hardware(),
+        "gates": {name: list(limits) for name, limits in GATES.items()},
+        "worlds": [_with_errors(world_record) for world_record in worlds],
+    }
+
+
+def _with_errors(record: dict) -> dict:
+    n = record["heldout_problems"]
+    errors = {
+        name: round(math.sqrt(value * (1 - value) / n), 4)
+        for name, value in record["measured"].items()
+        if name.endswith(("_sampled", "_greedy"))
+    }
+    kept = ("seed", "parameters", "unknown", "settings", "versions", "measured", "pretraining_seconds", "total_seconds")
+    return {name: record[name] for name in kept} | {"n": n, "standard_error": errors}
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the table, the problems and the pretraining.")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[0], help="Seeds of the table, the problems and the pretraining."
+    )
     parser.add_argument("--cache_dir", type=Path, required=True, help="Folder under which worlds are kept.")
+    parser.add_argument("--result", type=Path, help="JSON file to write all measurements to; unset = none.")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logger.info("tiny world: %s", build_tiny_world(arguments.cache_dir.expanduser(), arguments.seed))
+    folders = [build_tiny_world(arguments.cache_dir.expanduser(), seed) for seed in arguments.seed]
+    for folder in folders:
+        logger.info("tiny world: %s", folder)
+    if arguments.result is not None:
+        write_json(arguments.result, summary(folders))
 
 
 if __name__ == "__main__":
