@@ -158,9 +158,7 @@ class OPSDConfig(MethodArgs, TrainingArguments):
         "Sequences of a micro-batch in one row without padding: auto = where attention allows.",
         ("auto", "true", "false"),
     )
-    compile_layers: str = _option(
-        "auto", "torch.compile of each decoder layer while training: auto = on CUDA.", ("auto", "true", "false")
-    )
+    compile_layers: bool = _option(False, "torch.compile of each decoder layer while training; false = eager layers.")
     position_gap: bool = _option(False, "Right-pad prompts and leave the published gap in the positions (ablation).")
     first_token_from_padding: bool = _option(
         False, "Predict the first token from the last padded position, as published (ablation of position_gap)."
@@ -299,6 +297,17 @@ class OneLineParser(TrlParser):
 def training_parser() -> TrlParser:
     """The parser of `opsd_train.py`: our dataclasses and TRL's `ModelConfig`; abbreviations are off."""
     return OneLineParser(TRAINING_DATACLASSES, allow_abbrev=False)
+
+
+def parse_training_args(argv: list[str]) -> tuple:
+    """(DataArgs, OPSDConfig, HandoffArgs, ModelConfig) from flags. `bf16` that is not given follows the model's dtype.
+
+    It is decided before transformers sets up mixed precision, which happens while `OPSDConfig` is made.
+    """
+    parsed = training_parser().parse_args_and_config(argv)
+    if parsed[1].bf16 is None:
+        parsed = training_parser().parse_args_and_config([*argv, f"--bf16={str(parsed[3].dtype == 'bfloat16').lower()}"])
+    return parsed
 
 
 def training_fields() -> dict[str, type]:

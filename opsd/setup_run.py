@@ -80,8 +80,6 @@ def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dic
     eos_ids = end_token_ids(name, tokenizer, revision)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     layout = choose_layout(args, config, pad_id)
-    if args.bf16 is None:
-        args.bf16 = model_args.dtype == "bfloat16"
     model = load_student(
         model_args,
         attn_implementation=VARLEN if layout.packed else (model_args.attn_implementation or "sdpa"),
@@ -90,7 +88,7 @@ def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dic
     )
     if args.bf16:
         drop_input_casts(model)
-    if args.compile_layers == "true" or (args.compile_layers == "auto" and args.device.type == "cuda"):
+    if args.compile_layers:
         logger.info("compiled %d decoder layers; the first steps take longer", compile_layers(model))
     before = allocated_bytes()
     if args.rollout_engine == "vllm":
