@@ -131,7 +131,16 @@ def main(argv: list[str]) -> None:
     for engine in arguments.engines:
         for logps in arguments.logps:
             part = arguments.output.with_suffix(f".{engine}.{logps}.json")
-            command = [sys.executable, "-m", "bench.rollout", *argv, "--child", f"{engine},{logps}", "--output", str(part)]
+            command = [
+                sys.executable,
+                "-m",
+                "bench.rollout",
+                *argv,
+                "--child",
+                f"{engine},{logps}",
+                "--output",
+                str(part),
+            ]
             environment = library_environment(os.cpu_count()) | dict(os.environ) | ENGINES[engine]["environment"]
             subprocess.run(command, check=True, env=environment)
             rows += json.loads(part.read_text())["rows"]
@@ -141,7 +150,14 @@ def main(argv: list[str]) -> None:
     floor = 1000 * WEIGHT_BYTES / COPY_BYTES_PER_S
     write_json(
         arguments.output,
-        {"command": argv, "floor_ms_per_step": floor, "rows": rows, **git_state(), "versions": package_versions(), "hardware": hardware()},
+        {
+            "command": argv,
+            "floor_ms_per_step": floor,
+            "rows": rows,
+            **git_state(),
+            "versions": package_versions(),
+            "hardware": hardware(),
+        },
     )
 
 

@@ -1,6 +1,6 @@
 """A Qwen3-1.7B-shaped model with random weights, a word tokenizer and rows of fixed lengths: real speed without real weights.
 
-    python -m bench.shape --output_dir /tmp/shape
+python -m bench.shape --output_dir /tmp/shape
 """
 
 import argparse
@@ -32,7 +32,11 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
+        chat_template=TEMPLATE,
     )
 
 
@@ -71,7 +75,10 @@ def write_rows(path: Path, *, rows: int, problem_tokens: int, solution_tokens: t
 
     low, high = solution_tokens
     lengths = torch.randint(low, high + 1, (rows,), generator=generator).tolist()
-    records = [{"problem": words(problem_tokens), "solution": words(n), "Answer": "1", "generated_token_count": 2000} for n in lengths]
+    records = [
+        {"problem": words(problem_tokens), "solution": words(n), "Answer": "1", "generated_token_count": 2000}
+        for n in lengths
+    ]
     write_jsonl(path, records)
     return path
 
@@ -83,7 +90,13 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     build_shape(arguments.output_dir / "model", seed=arguments.seed, device=device)
-    write_rows(arguments.output_dir / "train.jsonl", rows=400, problem_tokens=180, solution_tokens=(350, 350), seed=arguments.seed)
+    write_rows(
+        arguments.output_dir / "train.jsonl",
+        rows=400,
+        problem_tokens=180,
+        solution_tokens=(350, 350),
+        seed=arguments.seed,
+    )
     logging.basicConfig(level=logging.INFO)
     logger.info("%s: %s", arguments.output_dir, json.dumps({"device": device}))
 

@@ -2,8 +2,9 @@
 
     python -m bench.shape --output_dir /tmp/shape && python -m bench.step --shape /tmp/shape --output results/bench_step.json
 
-`step`: 32 rollouts of 1,024 tokens, teacher prompts of 600. `micro`: 4 sequences with teacher prompts of 3,000 to 8,000 tokens, ours (packed,
-float32 logits, fused loss) and the published style (padded, all logits in bf16, full tensors). `growth`: completions of 512 to 8,192.
+`step`: 32 rollouts of 1,024 tokens, teacher prompts of 600. `micro`: 4 sequences with teacher prompts of 3,000 to 8,000 tokens, ours
+(packed, float32 logits, fused loss) and the published style (padded, all logits in bf16, full tensors). `growth`: completions of
+512 to 8,192 tokens.
 """
 
 import argparse
@@ -21,7 +22,7 @@ for key, value in library_environment(os.cpu_count()).items():
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from opsd.args import training_parser  # noqa: E402
+from opsd.args import parse_training_args  # noqa: E402
 from opsd.attention import NAME as VARLEN  # noqa: E402
 from opsd.batch import Layout, MicroBatch, build_inputs  # noqa: E402
 from opsd.model import load_student  # noqa: E402
@@ -44,17 +45,18 @@ class ScriptedEngine:
         """Nothing to stop."""
 
 
-def make_trainer(shape: Path, *, packed: bool, recompute: bool, fast: bool = True) -> OPSDTrainer:
+def make_trainer(shape: Path, *, packed: bool, recompute: bool, compiled: bool = False) -> OPSDTrainer:
     arguments = (
-        f"--model_name_or_path {shape / 'model'} --train_file {shape / 'train.jsonl'} --max_steps 1 --use_peft true --lora_r 64 --lora_alpha "
-        f"128 --lora_dropout 0 --dtype bfloat16 --lora_target_modules {' '.join(MODULES)} --learning_rate 1e-5 --beta {BETA} --entry_clip {CLIP} "
-        f"--temperature {TEMPERATURE} --distill_temperature {TEMPERATURE} --top_p 0.95 --top_k 20 --bf16 true --gradient_checkpointing "
-        f"{str(recompute).lower()} --output_dir {shape / 'bench'} --save_strategy no --per_device_train_batch_size 4 --gradient_accumulation_steps 8"
+        f"--model_name_or_path {shape / 'model'} --train_file {shape / 'train.jsonl'} --output_dir {shape / 'bench'} --dtype bfloat16 "
+        f"--max_steps 1 --save_strategy no --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --use_peft true --lora_r 64 "
+        f"--lora_alpha 128 --lora_dropout 0 --lora_target_modules {' '.join(MODULES)} --learning_rate 1e-5 --beta {BETA} "
+        f"--entry_clip {CLIP} --temperature {TEMPERATURE} --distill_temperature {TEMPERATURE} --top_p 0.95 --top_k 20 "
+        f"--gradient_checkpointing {str(recompute).lower()}"
     )
-    _, args, _, model_args = training_parser().parse_args_and_config(arguments.split())
+    _, args, _, model_args = parse_training_args(arguments.split())
     model = load_student(model_args, attn_implementation=VARLEN if packed else "sdpa", seed=0, device="cuda")
-    if fast:
-        drop_input_casts(model)
+    drop_input_casts(model)
+    if compiled:
         compile_layers(model)
     rows = [{"example_id": "0", "prompt_ids": [7], "teacher_prompt_ids": [7]}]
     trainer = OPSDTrainer(model, args, rows, None, ScriptedEngine(), Layout(packed=packed, pad_id=0))
@@ -67,7 +69,9 @@ def make_trainer(shape: Path, *, packed: bool, recompute: bool, fast: bool = Tru
     return trainer
 
 
-def make_batch(sequences: int, student_prompt: tuple[int, int], teacher_prompt: tuple[int, int], completion: int, seed: int = 0) -> MicroBatch:
+def make_batch(
+    sequences: int, student_prompt: tuple[int, int], teacher_prompt: tuple[int, int], completion: int, seed: int = 0
+) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
@@ -79,13 +83,17 @@ def make_batch(sequences: int, student_prompt: tuple[int, int], teacher_prompt: 
     examples, rollouts = [], []
     for index in range(sequences):
         prompt = ids(spread(*student_prompt, index))
-        examples.append({"example_id": str(index), "prompt_ids": prompt, "teacher_prompt_ids": ids(spread(*teacher_prompt, index))})
+        examples.append(
+            {"example_id": str(index), "prompt_ids": prompt, "teacher_prompt_ids": ids(spread(*teacher_prompt, index))}
+        )
         rollouts.append(Rollout(tuple(prompt), tuple(ids(completion)), (-3.0,) * completion, "length"))
     return MicroBatch(tuple(examples), tuple(rollouts))
 
 
 def ours(trainer: OPSDTrainer, batch: MicroBatch, total_tokens: int) -> None:
-    loss = trainer.compute_loss(trainer.model_wrapped, batch, num_items_in_batch=torch.tensor(total_tokens, device="cuda"))
+    loss = trainer.compute_loss(
+        trainer.model_wrapped, batch, num_items_in_batch=torch.tensor(total_tokens, device="cuda")
+    )
     trainer.accelerator.backward(loss)
 
 
@@ -128,59 +136,68 @@ def floor_seconds(trainer: OPSDTrainer, batches: list[MicroBatch], recompute: bo
     return operations / MATMUL_FLOPS
 
 
+def run_step(trainer: OPSDTrainer, batches: list[MicroBatch], micro_step=ours) -> None:
+    """Forward and backward of all micro-batches, then the optimizer step."""
+    total = sum(b.completion_tokens for b in batches)
+    for batch in batches:
+        micro_step(trainer, batch, total)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def measured(trainer: OPSDTrainer, batches: list[MicroBatch], recompute: bool, micro_step=ours) -> dict:
+    """Floor, seconds and peak memory of one step over `batches`."""
+    floor = floor_seconds(trainer, batches, recompute)
+    return {"recompute": recompute, "floor_s": floor, **timed(lambda: run_step(trainer, batches, micro_step))}
+
+
+def measure_ours(trainer: OPSDTrainer, parts: list[str], recompute: bool):
+    """Yields the rows of the packed variant."""
+    if "step" in parts:
+        for size in (4, 8, 16):
+            batches = [make_batch(size, (200, 200), (600, 600), 1024, seed) for seed in range(32 // size)]
+            yield {"part": "step", "variant": "ours", "micro_batch": size, **measured(trainer, batches, recompute)}
+    if "growth" in parts and recompute:
+        for completion in (512, 1024, 2048, 4096, 8192):
+            batches = [make_batch(4, (200, 200), (600, 600), completion)]
+            row = measured(trainer, batches, recompute)
+            row["us_per_token"] = 1e6 * row["seconds"] / batches[0].input_tokens
+            yield {"part": "growth", "variant": "ours", "completion": completion, **row}
+    if "micro" in parts:
+        yield from measure_micro(trainer, "ours", recompute, ours)
+
+
+def measure_micro(trainer: OPSDTrainer, variant: str, recompute: bool, micro_step):
+    """Yields one row per completion length: 4 sequences with long teacher prompts."""
+    for completion in (1024, 2048, 4096):
+        batches = [make_batch(4, (150, 200), (3000, 8000), completion)]
+        row = measured(trainer, batches, recompute, micro_step)
+        yield {"part": "micro", "variant": variant, "completion": completion, **row}
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shape", type=Path, required=True, help="Folder written by bench.shape.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=("step", "micro", "growth"), default=["step", "micro", "growth"])
+    parser.add_argument("--compile_layers", action="store_true", help="Compile the decoder layers of our variants.")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     logger.setLevel(logging.INFO)
     rows = []
-
-    def add(row: dict) -> None:
-        rows.append(row)
-        logger.info("%s", json.dumps(row))
-
     for recompute in (True, False):
-        trainer = make_trainer(arguments.shape, packed=True, recompute=recompute)
-
-        def run(batches, trainer=trainer):
-            total = sum(b.completion_tokens for b in batches)
-            for batch in batches:
-                ours(trainer, batch, total)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-
-        if "step" in arguments.parts:
-            for size in (4, 8, 16):
-                batches = [make_batch(size, (200, 200), (600, 600), 1024, seed) for seed in range(32 // size)]
-                floor = floor_seconds(trainer, batches, recompute)
-                add({"part": "step", "variant": "ours", "micro_batch": size, "recompute": recompute, "floor_s": floor, **timed(lambda: run(batches))})
-        if "growth" in arguments.parts and recompute:
-            for completion in (512, 1024, 2048, 4096, 8192):
-                batches = [make_batch(4, (200, 200), (600, 600), completion)]
-                row = timed(lambda: run(batches))
-                add({"part": "growth", "variant": "ours", "completion": completion, "us_per_token": 1e6 * row["seconds"] / batches[0].input_tokens, **row})
-        if "micro" in arguments.parts:
-            for completion in (1024, 2048, 4096):
-                batches = [make_batch(4, (150, 200), (3000, 8000), completion)]
-                floor = floor_seconds(trainer, batches, recompute)
-                add({"part": "micro", "variant": "ours", "completion": completion, "recompute": recompute, "floor_s": floor, **timed(lambda: run(batches))})
+        trainer = make_trainer(arguments.shape, packed=True, recompute=recompute, compiled=arguments.compile_layers)
+        for row in measure_ours(trainer, arguments.parts, recompute):
+            rows.append(row)
+            logger.info("%s", json.dumps(row))
         trainer.close()
-        del trainer, run
+        del trainer
         torch.cuda.empty_cache()
     if "micro" in arguments.parts:
-        trainer = make_trainer(arguments.shape, packed=False, recompute=True, fast=False)
-        for completion in (1024, 2048, 4096):
-            batch = make_batch(4, (150, 200), (3000, 8000), completion)
-
-            def run_published(batch=batch):
-                published(trainer, batch, 0)
-                trainer.optimizer.step()
-                trainer.optimizer.zero_grad()
-
-            add({"part": "micro", "variant": "published style", "completion": completion, "recompute": True, **timed(run_published)})
+        trainer = make_trainer(arguments.shape, packed=False, recompute=True)
+        for row in measure_micro(trainer, "published style", True, published):
+            rows.append(row)
+            logger.info("%s", json.dumps(row))
     write_json(
         arguments.output,
         {"command": argv, "rows": rows, **git_state(), "versions": package_versions(), "hardware": hardware()},
