@@ -255,3 +255,12 @@ def test_vllm_killed_ten_times_gives_the_same_samples(world, tmp_path, sampling)
         kills += 1
     assert start(arguments(world, tmp_path / "killed", *more, engine="vllm"), tmp_path / "log").wait() == 0
     assert texts(tmp_path / "killed") == texts(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_vllm_takes_many_prompts_at_once(world, tmp_path):
+    """More prompt tokens than one step holds: on a CPU a prompt must not be split, since its seeded generator cannot be rewound."""
+    more = ["--samples_per_problem", "100", "--max_num_seqs", "256", "--max_new_tokens", "4"]
+    process = start(arguments(world, tmp_path / "out", *more, engine="vllm"), tmp_path / "log")
+    assert process.wait() == 0, (tmp_path / "log").read_text()[-2000:]
+    assert len(texts(tmp_path / "out")) == 300
