@@ -1,8 +1,9 @@
 """The fused loss's pass over all chunks with the Triton kernel, for CUDA devices.
 
-Measured on an H200 (H 2048, V 151,936, float32 logits): the two sweeps run at 97% of the GPU's copy bandwidth, and the
-three matrix products take 1.05 times what they take with bf16 logits. Running the sweeps beside the next chunk's products
-on another stream, on 12 to 24 multiprocessors that cuBLAS was told to leave free, was slower (63 to 95 against 60 ms).
+Measured on an H200 (H 2048, V 151,936, float32 logits, beta 0; results/bench_loss.json): the two sweeps move their bytes at
+97% of the GPU's copy bandwidth, and the three matrix products take 1.05 times what they take with bf16 logits. Running the
+sweeps of a chunk beside the products of the next, on 12 to 24 multiprocessors that cuBLAS was told to leave free, was
+slower than one after the other (63 to 95 against 60 ms): so few multiprocessors do not reach the memory bandwidth.
 """
 
 import math
@@ -20,7 +21,7 @@ LAUNCH = {
     (4, False): {"LANES": 1024, "UNROLL": 8, "BLOCK": 8192, "num_warps": 8, "maxnreg": 128},
     (4, True): {"LANES": 2048, "UNROLL": 2, "BLOCK": 8192, "num_warps": 16, "maxnreg": 64},
     (2, False): {"LANES": 1024, "UNROLL": 4, "BLOCK": 2048, "num_warps": 4, "maxnreg": 128},
-    (2, True): {"LANES": 4096, "UNROLL": 2, "BLOCK": 8192, "num_warps": 16, "maxnreg": 64},
+    (2, True): {"LANES": 4096, "UNROLL": 2, "BLOCK": 8192, "num_warps": 16, "maxnreg": 128},
 }
 FEW_LANES = 12  # up to so many lanes are visited one by one, more in one masked sweep
 
