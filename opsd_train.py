@@ -70,7 +70,7 @@ def train(data_args, args, handoff, model_args) -> Path:
     )
     preview_prompts(tokenizer, examples[0], Path(args.output_dir))
     record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
-    trainer = build_trainer(args, model_args, tokenizer, examples, counts)
+    trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
     attach_callbacks(trainer, tokenizer)
     try:
         record["base_sha256_before"] = base_hash(trainer.model)

@@ -145,7 +145,14 @@ class Plan:
 
 
 def make_plan(
-    student: Student, step: StepShape, engine: Engine, *, recompute: str, sleep: str, free_bytes: int | None
+    student: Student,
+    step: StepShape,
+    engine: Engine,
+    *,
+    recompute: str,
+    sleep: str,
+    free_bytes: int | None,
+    teacher_items: dict[str, int] | None = None,
 ) -> Plan:
     """The first way that fits: keep everything; recompute; sleep; both. `recompute` and `sleep`: auto, true or false.
 
@@ -157,7 +164,7 @@ def make_plan(
     plan = None
     for asleep in may_sleep:
         for again in may_recompute:
-            training = training_items(student, step, recompute=again)
+            training = training_items(student, step, recompute=again) | (teacher_items or {})
             held = engine_items(engine, student, step, sleep=asleep)
             cache = rollout_items(engine, student, step)
             needed = MARGIN * max(sum(training.values()), sum(cache.values())) + sum(held.values()) + CONTEXT

@@ -168,6 +168,19 @@ class VLLMEngine:
         self._prove(digest)
         logger.info("engine serves %s (norm %.6g, sha256 %s)", self.served, norm, digest[:12])
 
+    def load_weights(self, weights, step: int) -> None:
+        """Overwrites the engine's own weights by `weights` (opsd/merged_sync.py), which are those of step `step`, and proves it.
+
+        The engine must be in this process, on a GPU and built without LoRA: vLLM on a CPU repacks its weights.
+        """
+        if self._sleep:
+            self._llm.wake_up()
+        self._llm.apply_model(lambda model: model.load_weights(iter(weights)))
+        self.served = f"weights merged at step {step}"
+        self._llm.reset_prefix_cache()
+        self._prove(weights.digest)
+        logger.info("engine serves %s (relative error %.3g)", self.served, weights.relative_error)
+
     def _prove(self, digest: str) -> None:
         """Compares the canary prompt's log-probabilities with those of the sync before."""
         from vllm import SamplingParams

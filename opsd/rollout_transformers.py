@@ -73,6 +73,17 @@ class TransformersEngine:
             self.served = f"adapter of step {step}"
             logger.info("engine serves %s (norm %.6g, sha256 %s)", self.served, norm, digest[:12])
 
+    def load_weights(self, weights, step: int) -> None:
+        """Overwrites this engine's own copy by `weights` (opsd/merged_sync.py), which are those of step `step`."""
+        if self._live or isinstance(self._model, PeftModel):
+            raise RuntimeError("merged weights need an engine with its own copy of the base model")
+        own = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights:
+                own[name].copy_(weight)
+        self.served = f"weights merged at step {step}"
+        logger.info("engine serves %s (relative error %.3g)", self.served, weights.relative_error)
+
     def submit(self, key, prompt_ids: list[int], sampling: SamplingSettings, seed: int) -> None:
         """Queues one request; a later `poll` answers it under `key`."""
         self._waiting.append((key, list(prompt_ids), sampling, seed))

@@ -12,16 +12,14 @@ from opsd.args import OPSDConfig
 from opsd.attention import NAME as VARLEN
 from opsd.attention import supports_packing
 from opsd.batch import Layout
+from opsd.engines import build_engine, check_engine, plan_memory
+from opsd.memory import announce
 from opsd.model import end_token_ids, load_config, load_student
-from opsd.rollout import VLLMEngine
-from opsd.rollout_transformers import TransformersEngine
 from opsd.runinfo import git_state, hardware, package_versions, write_text
 from opsd.speed import compile_layers, drop_input_casts
 from opsd.trainer import OPSDTrainer
 
 logger = logging.getLogger(__name__)
-
-CANARY_TOKENS = 64
 
 
 def configure_logging() -> None:
@@ -65,8 +63,11 @@ def choose_layout(args: OPSDConfig, config, pad_id: int) -> Layout:
     return Layout(packed, pad_id, args.position_gap, args.first_token_from_padding)
 
 
-def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dict) -> OPSDTrainer:
+def build_trainer(
+    args: OPSDConfig, model_args, tokenizer, examples, counts: dict, api_key: str | None = None
+) -> OPSDTrainer:
     """Model, engine and trainer. Raises ValueError before loading when the sequences do not fit the model's context."""
+    check_engine(args, api_key)
     name, revision = model_args.model_name_or_path, model_args.model_revision
     config = load_config(name, revision)
     longest_prompt = counts["longest_prompt_ids"]
@@ -80,6 +81,9 @@ def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dic
     eos_ids = end_token_ids(name, tokenizer, revision)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     layout = choose_layout(args, config, pad_id)
+    plan, free_bytes = plan_memory(args, model_args, config, prompt_tokens=longest_prompt)
+    announce(plan, free_bytes)
+    args.gradient_checkpointing = plan.recompute
     model = load_student(
         model_args,
         attn_implementation=VARLEN if layout.packed else (model_args.attn_implementation or "sdpa"),
@@ -91,23 +95,17 @@ def build_trainer(args: OPSDConfig, model_args, tokenizer, examples, counts: dic
     if args.compile_layers:
         logger.info("compiled %d decoder layers; the first steps take longer", compile_layers(model))
     before = allocated_bytes()
-    if args.rollout_engine == "vllm":
-        engine = VLLMEngine(
-            name,
-            canary_ids=examples[0]["prompt_ids"][:CANARY_TOKENS],
-            eos_ids=eos_ids,
-            max_model_len=longest_prompt + args.max_completion_length,
-            dtype=model_args.dtype,
-            max_num_seqs=args.rollouts_per_step,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            max_lora_rank=model_args.lora_r,
-            enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
-            sleep=args.vllm_sleep == "true",
-            load_format=args.vllm_load_format,
-            seed=args.seed,
-        )
-    else:
-        engine = TransformersEngine(model, eos_ids=eos_ids, pad_id=pad_id, batch_size=args.rollouts_per_step, live=True)
+    engine = build_engine(
+        args,
+        model_args,
+        model,
+        canary_ids=examples[0]["prompt_ids"],
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        max_model_len=longest_prompt + args.max_completion_length,
+        sleep=plan.sleep,
+        api_key=api_key,
+    )
     return OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=allocated_bytes() - before)
 
 

@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from opsd.adapter import check_adapter
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
+from opsd.merged_sync import push_merged
 from opsd.model import HiddenTap
 from opsd.objective import Objective, StepSize
-from opsd.rollout import Rollout, SamplingSettings, derive_seed
+from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
 from opsd.teacher import Teacher, completion_hidden
 
@@ -137,13 +138,19 @@ class OPSDTrainer(Trainer):
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         examples = [example for batch in batches for example in batch]
-        started = time.perf_counter()
         self.teacher.advance(self.state.global_step)
-        self._sync_engine()
-        synced = time.perf_counter()
-        rollouts = self._generate(examples)
-        self.engine.rest()
+        started = time.perf_counter()
+        rollouts, died = [], None
+        try:
+            self._sync_engine()
+            self._metrics.seconds["sync"] = time.perf_counter() - started
+            rollouts = self._generate(examples)
+            self.engine.rest()
+        except EngineDied as error:
+            died = error
+        self._stop_if_an_engine_died(died)
         generated = time.perf_counter()
+        self._metrics.seconds["rollout"] = generated - started - self._metrics.seconds["sync"]
         self.micro_batches = split_micro_batches(examples, rollouts, num_batches)
         counts = torch.tensor(self.objective.counts(self.micro_batches), device=device)
         total, self._step_sequences = self.accelerator.reduce(counts, reduction="sum").unbind()
@@ -152,13 +159,24 @@ class OPSDTrainer(Trainer):
                 f"step {self.state.global_step + 1}: no completion is longer than skip_first_tokens={self.args.skip_first_tokens}, so "
                 "there is nothing to train on; lower it"
             )
-        self._metrics.seconds = {"sync": synced - started, "rollout": generated - synced}
         self._train_started_at = generated
         return self.micro_batches, total
 
+    def _stop_if_an_engine_died(self, died: EngineDied | None) -> None:
+        """Saves a checkpoint of the last finished step on every process, then raises, when one process lost its engine."""
+        count = torch.tensor(float(died is not None), device=self.accelerator.device)
+        if self.accelerator.reduce(count, reduction="sum") == 0:
+            return
+        if self.state.global_step > 0:
+            self._save_checkpoint(self.model, trial=None)
+        raise died or EngineDied("another process lost its rollout engine; its message says why")
+
     def _sync_engine(self) -> None:
-        """Saves the student's adapter to memory-backed disk and has the engine serve it as the adapter of this step."""
+        """Has the engine serve this step's student: its adapter, saved to memory-backed disk, or its merged weights."""
         step = self.state.global_step
+        if self.args.rollout_sync == "merged":
+            self._metrics.keep_largest("sync_rel_err", torch.tensor(push_merged(self.model, self.engine, step)))
+            return
         adapter_dir = self._adapter_root / f"step-{step}"
         self.model.save_pretrained(adapter_dir)
         self.engine.sync(adapter_dir, step)
@@ -256,6 +274,8 @@ class OPSDTrainer(Trainer):
         if torch.cuda.is_available():
             row["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["memory/engine_gib"] = self.engine_bytes / 2**30
+        if "sync_rel_err" in totals:
+            row["rollout/sync_rel_err"] = totals["sync_rel_err"]
         self._metrics = StepMetrics()
         self._step_ended_at = now
         return row
