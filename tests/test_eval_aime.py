@@ -119,6 +119,14 @@ def test_adapters_that_cannot_be_served_are_refused_before_anything_is_written(w
     assert not (tmp_path / "out").exists()
 
 
+def test_an_adapter_of_a_base_by_another_name_and_a_zero_one_are_warned_about(world, tmp_path, caplog):
+    shutil.copytree(world / "model", tmp_path / "renamed")
+    save_adapter(tmp_path / "zero", world / "model", scale=0.0)
+    argv = arguments(world, tmp_path / "out", "--model", str(tmp_path / "renamed"), "--dry_run", "true")
+    eval_aime.main([*argv, "--adapter", str(tmp_path / "zero")])
+    assert "base_model_name_or_path=" in caplog.text and "it is the base model" in caplog.text
+
+
 def test_what_does_not_fit_is_refused(world, tmp_path):
     def flags(*more) -> list[str]:
         return arguments(world, tmp_path / "out", *more)
