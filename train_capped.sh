@@ -3,7 +3,8 @@
 #
 #     bash train_capped.sh [RECIPE] [--name value]...      RECIPE defaults to recipe.env; paths are relative to this folder
 #
-# Precedence, highest first: flags, OPSD_NAME environment variables, the recipe, the defaults of opsd/args.py.
+# Precedence, highest first: flags, OPSD_NAME environment variables, the recipe, its base recipe (OPSD_BASE_RECIPE, --base_recipe), the
+# defaults of opsd/args.py.
 # OPSD_DRY_RUN=1 prints every value with its source and the command, and stops. Further variables: OPSD_NUM_PROCESSES (per host; default:
 # the visible GPUs, or 1), OPSD_ACCELERATE_CONFIG (a name or path), OPSD_PYTHON, OPSD_CACHE; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 set -euo pipefail
@@ -16,7 +17,7 @@ readonly ROLLOUT_CAP=32
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
 if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    sed -n '2,8s/^# \{0,1\}//p' train_capped.sh
+    sed -n '2,9s/^# \{0,1\}//p' train_capped.sh
     printf '\nEvery argument with its help text: python opsd_train.py --help\n'
     exit 0
 fi

@@ -115,6 +115,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
     from_environment = recipe.read_environment(environ, names)
     from_recipe = recipe.read_recipe(Path(argv[0]) if with_recipe else ROOT / DEFAULT_RECIPE, names)
     merged = {**from_recipe, **from_environment, **from_flags}
+    merged = {**recipe.read_base_recipe(merged, ROOT, names), **merged}
+    merged = {name: setting for name, setting in merged.items() if setting.values}
     given = {name: setting for name, setting in merged.items() if name in names.fields}
     if "max_steps" not in given:
         raise ValueError(
@@ -128,7 +130,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
         gpus = 0
     elif gpus is None:
         gpus = visible_gpus()
-    launcher = {"num_processes": merged.get("num_processes", Setting((str(max(gpus, 1)),), "default"))}
+    launcher = {name: merged[name] for name in ("base_recipe",) if name in merged}
+    launcher |= {"num_processes": merged.get("num_processes", Setting((str(max(gpus, 1)),), "default"))}
     processes = count("num_processes", launcher["num_processes"].text, 1, launcher["num_processes"].source)
     hosts, flags_of_hosts = host_flags(environ)
     world_size = hosts * processes

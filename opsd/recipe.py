@@ -1,8 +1,9 @@
 """From a recipe file, the environment and flags to one resolved set of arguments. First stage of the launcher;
 `launch.py` makes the command of it.
 
-Precedence, highest first: flags, `OPSD_*` environment, the recipe file, dataclass defaults. `OPSD_NAME` is the field `name` of
-`args.py`; there is no second list of keys. A recipe is data: it is parsed line by line and never executed, although it is valid shell.
+Precedence, highest first: flags, `OPSD_*` environment, the recipe file, its base recipe, dataclass defaults. `OPSD_NAME` is the field
+`name` of `args.py`; there is no second list of keys. A recipe is data: it is parsed line by line and never executed, although it is
+valid shell.
 """
 
 import difflib
@@ -14,7 +15,7 @@ from pathlib import Path
 
 PREFIX = "OPSD_"
 # Keys of the launcher itself, beside the fields of args.py; the second group is read before a recipe is.
-LAUNCHER_KEYS = ("num_processes", "accelerate_config")
+LAUNCHER_KEYS = ("num_processes", "accelerate_config", "base_recipe")
 ENVIRONMENT_ONLY_KEYS = ("dry_run", "python", "cache", "vllm_api_key")
 DERIVED_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -78,7 +79,10 @@ def _flag_name(name: str) -> str:
 
 
 def read_recipe(path: Path, names: Names) -> dict[str, Setting]:
-    """The settings of a recipe file. Allowed lines: blank, `# comment`, `export OPSD_NAME=value  # reason`."""
+    """The settings of a recipe file. Allowed lines: blank, `# comment`, `export OPSD_NAME=value  # reason`.
+
+    In a file that names a base recipe, an empty value ('') puts a name back to its default: a setting without values.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
@@ -113,9 +117,30 @@ def read_recipe(path: Path, names: Names) -> dict[str, Setting]:
         if name in settings:
             raise ValueError(f"{where}: {written} is set twice, first on line {first_line[name]}; remove one")
         text = next(group for group in value.groups() if group is not None)
-        if not text.strip():
-            raise ValueError(f"{where}: {written} is empty; remove the line to use the default")
-        settings[name], first_line[name] = Setting(names.split(name, text), path.name), number
+        values = names.split(name, text) if text.strip() else ()
+        settings[name], first_line[name] = Setting(values, path.name), number
+    for name, setting in settings.items():
+        if not setting.values and (name in LAUNCHER_KEYS or "base_recipe" not in settings):
+            raise ValueError(
+                f"{path}:{first_line[name]}: {_env_name(name)} is empty; remove the line to use the default"
+            )
+    return settings
+
+
+def read_base_recipe(given: Mapping[str, Setting], root: Path, names: Names) -> dict[str, Setting]:
+    """The settings of the recipe that `base_recipe` names, a path relative to `root`; empty without one. One level: a base has no base."""
+    if "base_recipe" not in given:
+        return {}
+    path, source = root / given["base_recipe"].text, given["base_recipe"].source
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"base_recipe={given['base_recipe'].text} from {source} is not a file; give a recipe under {root}"
+        )
+    settings = read_recipe(path, names)
+    if "base_recipe" in settings:
+        raise ValueError(
+            f"{path}: {_env_name('base_recipe')} in a base recipe is refused; name {settings['base_recipe'].text} as the base directly"
+        )
     return settings
 
 

@@ -99,6 +99,8 @@ def test_recipes_hold_deviations_with_a_reason(path):
         f.name: f.default
         for f in [*OPSDConfig.__dataclass_fields__.values(), *HandoffArgs.__dataclass_fields__.values()]
     }
+    if "base_recipe" in rows:  # what deviates is told from the base then; test_ablations.py looks at that
+        return
     for name, (value, source) in rows.items():
         if source == path.name and name != "lr_scheduler_type":
             assert value != str(defaults.get(name, "")).removesuffix(".0"), (
@@ -143,6 +145,26 @@ def test_precedence(tmp_path, recipe, environ, flags, value, source):
     environment = {"OPSD_MICRO_BATCH_SIZE": environ} if environ else {}
     launch = resolve([path] + (["--micro_batch_size", flags] if flags else []), environment, gpus=1)
     assert shown(launch)["micro_batch_size"] == (value, source)
+
+
+def test_a_base_recipe_stands_below_the_recipe_and_above_the_defaults(tmp_path):
+    path = tmp_path / "difference.env"
+    path.write_text(
+        "export OPSD_BASE_RECIPE=recipe.env  # r\nexport OPSD_BETA=0.5  # r\nexport OPSD_ANSWER_PATTERN=''  # r\n"
+    )
+    rows = shown(resolve([str(path)], {}, gpus=1))
+    assert rows["base_recipe"] == ("recipe.env", "difference.env")
+    assert rows["beta"] == ("0.5", "difference.env")
+    assert rows["learning_rate"] == ("1e-5", "recipe.env")
+    assert rows["answer_pattern"] == ("", "default") and rows["min_trace_tokens"] == ("2000", "recipe.env")
+    assert not any(word.startswith("--base_recipe") for word in resolve([str(path)], {}, gpus=1).command)
+    other = shown(resolve([str(path), "--base_recipe", "recipes/tiny.env"], {}, gpus=1))
+    assert other["world"] == ("tiny", "tiny.env") and other["beta"] == ("0.5", "difference.env")
+    assert other["base_recipe"] == ("recipes/tiny.env", "flag")
+    assert (
+        shown(resolve([str(path)], {"OPSD_BASE_RECIPE": "recipes/paper.env"}, gpus=1))["learning_rate"][1]
+        == "paper.env"
+    )
 
 
 def test_first_argument_or_default_recipe():

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from opsd.recipe import (
     Names,
+    Setting,
     check_caps,
     derive_batch,
+    read_base_recipe,
     read_caps,
     read_environment,
     read_flags,
@@ -250,3 +252,25 @@ def test_world_sizes_that_do_not_divide(rollouts, world, nearest):
 def test_micro_batch_must_be_positive():
     with pytest.raises(ValueError, match="micro_batch_size=0 must be > 0"):
         derive_batch(32, 1, 0)
+
+
+def test_a_base_recipe_is_one_level_and_may_be_put_back_to_defaults(tmp_path):
+    names = Names(NAMES.fields, NAMES.list_fields)
+    recipe(tmp_path, "export OPSD_LEARNING_RATE=1e-5\nexport OPSD_ANSWER_PATTERN=x\n", "base.env")
+    path = recipe(
+        tmp_path, "export OPSD_BASE_RECIPE=base.env  # r\nexport OPSD_ANSWER_PATTERN=''  # all\n", "difference.env"
+    )
+    difference = read_recipe(path, names)
+    assert difference["answer_pattern"].values == ()
+    base = read_base_recipe(difference, tmp_path, names)
+    assert base["learning_rate"] == Setting(("1e-5",), "base.env")
+    assert read_base_recipe({}, tmp_path, names) == {}
+    recipe(tmp_path, "export OPSD_BASE_RECIPE=difference.env\n", "second.env")
+    with pytest.raises(
+        ValueError, match="OPSD_BASE_RECIPE in a base recipe is refused; name base.env as the base directly"
+    ):
+        read_base_recipe(read_recipe(tmp_path / "second.env", names), tmp_path, names)
+    with pytest.raises(FileNotFoundError, match="base_recipe=gone.env from flag is not a file"):
+        read_base_recipe({"base_recipe": Setting(("gone.env",), "flag")}, tmp_path, names)
+    with pytest.raises(ValueError, match="OPSD_BASE_RECIPE is empty"):
+        read_recipe(recipe(tmp_path, "export OPSD_BASE_RECIPE=''\n"), names)
