@@ -13,9 +13,6 @@ here="$PWD"
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
 
-# Where the CPU build of torch is published; asked only when pip's configured indexes do not have it.
-readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-
 if nvidia-smi -L >/dev/null 2>&1; then
     kind=CUDA
     requirements=(requirements.txt)
@@ -77,10 +74,7 @@ install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check 
 if [[ "$kind" == CPU ]]; then
     .venv/bin/python -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec >&2
     torch="$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements-cpu.txt)"
-    install "$torch" || {
-        say "$torch is not on the configured indexes, asking $TORCH_CPU_INDEX"
-        install --extra-index-url "$TORCH_CPU_INDEX" "$torch" || die "$torch cannot be installed; see pip's message above"
-    }
+    install "$torch" || die "$torch cannot be installed; see pip's message above"
 fi
 # deepspeed: DS_BUILD_OPS=0 installs it without compiling kernels, so no CUDA toolkit is needed
 DS_BUILD_OPS=0 install -r "${requirements[0]}" || die "pip cannot install ${requirements[0]}; see its message above"

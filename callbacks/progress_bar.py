@@ -10,7 +10,9 @@ class ProgressBar(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not args.disable_tqdm:
-            self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="train", unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="train", unit="step", dynamic_ncols=True
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self._bar is not None and "loss/objective" in logs:

@@ -27,7 +27,9 @@ class RolloutLog(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self._write:
             if self._path.exists():
-                kept = [row for row in read_jsonl(self._path) if row["step"] <= state.global_step and state.global_step > 0]
+                kept = [
+                    row for row in read_jsonl(self._path) if row["step"] <= state.global_step and state.global_step > 0
+                ]
                 write_jsonl(self._path, kept)
             self._handle = open_append_jsonl(self._path)
 

@@ -43,4 +43,6 @@ class Handoff:
         logger.info("evaluating: %s", " ".join(command))
         code = subprocess.run(command).returncode
         if code:
-            raise RuntimeError(f"eval_aime.py ended with exit code {code}; the training result is complete, run it again by hand")
+            raise RuntimeError(
+                f"eval_aime.py ended with exit code {code}; the training result is complete, run it again by hand"
+            )

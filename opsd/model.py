@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import HFValidationError
 from peft import PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl import ModelConfig, get_peft_config
 
 from opsd.adapter import refuse_unservable
