@@ -67,6 +67,7 @@ def train(data_args, args, handoff, model_args) -> Path:
         teacher_prefix=args.teacher_prefix,
         teacher_sees_problem=args.teacher_sees_problem,
         wrong_reference_seed=args.wrong_reference_seed if args.token_weight == "contrastive" else None,
+        reason_first=args.reason_first_tokens > 0,
     )
     preview_prompts(tokenizer, examples[0], Path(args.output_dir))
     record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)

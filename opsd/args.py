@@ -193,6 +193,10 @@ class OPSDConfig(MethodArgs, TrainingArguments):
             "position_gap=true contradicts packing=true: the gap comes from right padding; set packing=auto",
         )
         _check(
+            not (self.reason_first_tokens and self.rollout_sync == "merged"),
+            "reason_first_tokens > 0 needs rollout_sync=adapter: an engine with merged weights cannot serve the base model",
+        )
+        _check(
             self.position_gap or not self.first_token_from_padding,
             "first_token_from_padding=true has no effect without right padding; set position_gap=true",
         )

@@ -33,12 +33,14 @@ def load_training_examples(
     teacher_prefix: str = "none",
     teacher_sees_problem: bool = True,
     wrong_reference_seed: int | None = None,
+    reason_first: bool = False,
 ) -> tuple[datasets.Dataset, dict]:
     """The examples in file order, and the counts of everything that happened to the rows.
 
     Columns: `example_id` (the row's number in its source, as text), `prompt_ids` and `teacher_prompt_ids` (int32, both
     ending where the completion starts), and with `wrong_reference_seed` also `negative_teacher_prompt_ids`, the teacher
-    prompt with another row's privileged context. `train_file` replaces `args.train_file` (a built-in world's rows).
+    prompt with another row's privileged context, and with `reason_first` also `analysis_prompt_ids`, `problem` and
+    `privileged_context`, from which opsd/reason_first.py makes the scoring prompt. `train_file` replaces `args.train_file` (a built-in world's rows).
     """
     prompts.check_thinking_switch(tokenizer, student_thinking, teacher_thinking)
     prefix = prompts.teacher_prefix_text(tokenizer, teacher_prefix, teacher_thinking=teacher_thinking)
@@ -61,10 +63,17 @@ def load_training_examples(
     if wrong_reference_seed is not None:
         wrong = wrong_references(contexts, wrong_reference_seed)
         columns["negative_teacher_prompt_ids"] = teacher_ids([contexts[index] for index in wrong])
+    if reason_first:
+        analysis = (
+            prompts.analysis_messages(problem, context, include_problem=teacher_sees_problem)
+            for problem, context in zip(problems, contexts, strict=True)
+        )
+        columns["analysis_prompt_ids"] = _token_arrays(tokenizer, analysis, enable_thinking=False)
     limits = {
         "prompt_ids": ("max_prompt_length", args.max_prompt_length),
         "teacher_prompt_ids": ("max_teacher_prompt_length", args.max_teacher_prompt_length),
         "negative_teacher_prompt_ids": ("max_teacher_prompt_length", args.max_teacher_prompt_length),
+        "analysis_prompt_ids": ("max_teacher_prompt_length", args.max_teacher_prompt_length),
     }
     fits, counts["overlong"] = _fitting(rows, columns, limits, args.overlong)
     if not fits:
@@ -77,6 +86,9 @@ def load_training_examples(
     examples = {"example_id": [str(rows[index].number) for index in fits]}
     examples |= {name: [arrays[index] for index in fits] for name, arrays in columns.items()}
     features = {name: datasets.List(datasets.Value("int32")) for name in columns}
+    texts = {"problem": problems, "privileged_context": contexts} if reason_first else {}
+    examples |= {name: [values[index] for index in fits] for name, values in texts.items()}
+    features |= {name: datasets.Value("string") for name in texts}
     features = datasets.Features({"example_id": datasets.Value("string"), **features})
     table = InMemoryTable.from_pydict(examples, schema=features.arrow_schema)
     # an explicit fingerprint: hashing the table pickles pyarrow types, which fails with some dill versions, for a cache nobody reads

@@ -214,6 +214,10 @@ class MethodArgs:
             f"reason_first_tokens={self.reason_first_tokens} must be >= 0; use 0 to disable",
         )
         check(
+            not (self.reason_first_tokens and self.teacher_kind != "base"),
+            f"reason_first_tokens > 0 needs teacher_kind=base, not {self.teacher_kind}: the engine writes the analyses with the base model",
+        )
+        check(
             not (self.reason_first_tokens and self.token_weight == "contrastive"),
             "reason_first_tokens > 0 contradicts token_weight=contrastive, whose wrong references have no analysis; set one of them",
         )

@@ -21,6 +21,8 @@ from opsd.trainer import OPSDTrainer
 
 logger = logging.getLogger(__name__)
 
+SECRETS = ("hub_token", "push_to_hub_token")  # arguments that are not written to run.json
+
 
 def configure_logging() -> None:
     """One configuration for the whole process: our messages at INFO on stderr, the libraries' warnings."""
@@ -71,7 +73,10 @@ def build_trainer(
     name, revision = model_args.model_name_or_path, model_args.model_revision
     config = load_config(name, revision)
     longest_prompt = counts["longest_prompt_ids"]
-    longest = max(longest_prompt, counts["longest_teacher_prompt_ids"]) + args.max_completion_length
+    sampled = longest_prompt + args.max_completion_length  # tokens of the longest sequence that the engine holds
+    if args.reason_first_tokens:
+        sampled = max(sampled, counts["longest_analysis_prompt_ids"] + args.reason_first_tokens)
+    longest = max(sampled, counts["longest_teacher_prompt_ids"] + args.max_completion_length)
     context = config.get_text_config().max_position_embeddings
     if longest > context:
         raise ValueError(
@@ -102,7 +107,7 @@ def build_trainer(
         canary_ids=examples[0]["prompt_ids"],
         eos_ids=eos_ids,
         pad_id=pad_id,
-        max_model_len=longest_prompt + args.max_completion_length,
+        max_model_len=sampled,
         sleep=plan.sleep,
         api_key=api_key,
     )
@@ -132,7 +137,7 @@ def run_record(argv: list[str], groups: tuple, counts: dict) -> dict:
         arguments[type(group).__name__] = {
             f.name: _plain(getattr(group, f.name))
             for f in dataclasses.fields(group)
-            if f.init and "token" not in f.name.split("_")
+            if f.init and f.name not in SECRETS
         }
     return {
         "schema": "opsd-run/1",

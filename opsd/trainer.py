@@ -22,9 +22,10 @@ from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
 from opsd.merged_sync import push_merged
 from opsd.model import HiddenTap
 from opsd.objective import Objective, StepSize
+from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
-from opsd.teacher import Teacher, completion_hidden
+from opsd.teacher import Teacher, completion_hidden, teacher_weights
 
 logger = get_logger(__name__)
 
@@ -114,7 +115,10 @@ class OPSDTrainer(Trainer):
         )
         self.teacher = Teacher(args, model, self._tap)
         self.objective = Objective(args, self._tap.head, self.teacher.head)
-        self.resumed_from: Path | None = None
+        self.stateful = [self.teacher]  # saved into every checkpoint and restored from it: save(folder, step), load(folder)
+        if args.reason_first_tokens:
+            context = model.config.get_text_config().max_position_embeddings
+            self.reason_first = ReasonFirst(args, processing_class, context - args.max_completion_length)
         self.micro_batches: list[MicroBatch] = []
         self.tokens_generated = 0
         self.tokens_trained = 0
@@ -139,9 +143,11 @@ class OPSDTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         examples = [example for batch in batches for example in batch]
         self.teacher.advance(self.state.global_step)
-        started = time.perf_counter()
         rollouts, died = [], None
         try:
+            if self.args.reason_first_tokens:
+                examples = self._with_analyses(examples)
+            started = time.perf_counter()
             self._sync_engine()
             self._metrics.seconds["sync"] = time.perf_counter() - started
             rollouts = self._generate(examples)
@@ -170,6 +176,14 @@ class OPSDTrainer(Trainer):
         if self.state.global_step > 0:
             self._save_checkpoint(self.model, trial=None)
         raise died or EngineDied("another process lost its rollout engine; its message says why")
+
+    def _with_analyses(self, examples: list[dict]) -> list[dict]:
+        """The examples after the teacher, the base model in the engine, has written its analyses."""
+        self.engine.sync(None, self.state.global_step)
+        with teacher_weights(self.model, "base"):  # a live engine samples from this very model
+            examples, empty = self.reason_first.with_analyses(examples, self.engine, self.state.global_step)
+        self._metrics.add({"empty_analyses": torch.tensor(empty)})
+        return examples
 
     def _sync_engine(self) -> None:
         """Has the engine serve this step's student: its adapter, saved to memory-backed disk, or its merged weights."""
@@ -271,6 +285,8 @@ class OPSDTrainer(Trainer):
             "throughput/rollout_tokens_per_s": totals["rollout_tokens"] / seconds["rollout"],
             "throughput/train_tokens_per_s": totals["trained_tokens"] / train_seconds,
         }
+        if "empty_analyses" in totals:
+            row["teacher/empty_analyses"] = totals["empty_analyses"]
         if torch.cuda.is_available():
             row["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["memory/engine_gib"] = self.engine_bytes / 2**30
@@ -300,13 +316,14 @@ class OPSDTrainer(Trainer):
         """Everything of a checkpoint besides the adapter: also what the teacher has accumulated."""
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            self.teacher.save(Path(output_dir), self.state.global_step)
+            for part in self.stateful:
+                part.save(Path(output_dir), self.state.global_step)
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.resumed_from = None if checkpoint is None else Path(checkpoint)
-        if self.resumed_from is not None:
-            self.teacher.load(self.resumed_from)
+        if checkpoint is not None:
+            for part in self.stateful:
+                part.load(Path(checkpoint))
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         """Saves adapter and tokenizer, then reopens the adapter and proves that it is complete."""
