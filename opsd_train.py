@@ -8,6 +8,7 @@ Usually started by `bash train_capped.sh [recipe] [flags]`, which resolves the r
 Writes the adapter, checkpoints, metrics.jsonl, rollouts.jsonl and run.json into `--output_dir`; hands off to `eval_aime.py`.
 """
 
+import logging
 import os
 import sys
 import time
@@ -29,10 +30,12 @@ def main(argv: list[str]) -> None:
     regime = eval_regime(handoff)
     check_caps(args.max_steps, args.rollouts_per_step, *read_caps(ROOT / "train_capped.sh"))
 
+    from opsd.checkpoint import find_resume
     from opsd.handoff import Handoff
     from opsd.setup_run import configure_logging, resolve_world
 
     configure_logging()
+    checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint)
     with args.main_process_first(desc="building the world"):
         resolve_world(
             data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")
@@ -41,15 +44,21 @@ def main(argv: list[str]) -> None:
     if data_args.evaluate_before and args.process_index == 0:
         evaluator.run("before", adapter=None)
 
-    adapter_dir = train(data_args, args, handoff, model_args)
+    adapter_dir = train(data_args, args, handoff, model_args, checkpoint)
+    if adapter_dir is None:
+        return
     if data_args.evaluate_after and args.process_index == 0:
         evaluator.run("after", adapter=adapter_dir)
         if data_args.evaluate_before:
             evaluator.compare("before", "after")
 
 
-def train(data_args, args, handoff, model_args) -> Path:
-    """One training run; returns the folder of the final adapter. Everything it held on a GPU is released when it returns."""
+def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path | None:
+    """One training run, from `checkpoint` if there is one; returns the folder of the final adapter, None after a signal to stop.
+
+    Everything it held on a GPU is released when it returns.
+    """
+    from opsd.checkpoint import compare_runs, save_complete, staging_dir
     from opsd.data import load_training_examples
     from opsd.model import base_hash, check_model_args, load_tokenizer
     from opsd.runinfo import write_json
@@ -72,15 +81,25 @@ def train(data_args, args, handoff, model_args) -> Path:
     preview_prompts(tokenizer, examples[0], Path(args.output_dir))
     record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
     trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
-    attach_callbacks(trainer, tokenizer)
+    preemption = attach_callbacks(trainer, tokenizer)
+    output_dir = Path(args.output_dir)
     try:
         record["base_sha256_before"] = base_hash(trainer.model)
+        if checkpoint is not None:
+            changed = compare_runs(checkpoint.parent / "run.json", record)
+            record["resumed_from"] = {"checkpoint": str(checkpoint), "changed_arguments": changed}
         if trainer.is_world_process_zero():
             write_json(Path(args.output_dir) / "run.json", record | {"status": "running"})
         started = time.perf_counter()
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        adapter_dir = Path(args.output_dir) / "adapter"
-        trainer.save_model(str(adapter_dir))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if preemption.requested:
+            if trainer.is_world_process_zero():
+                write_json(output_dir / "run.json", record | {"status": "stopped", "steps": trainer.state.global_step})
+            logging.getLogger("opsd").warning("to go on: the same command with --resume_from_checkpoint latest")
+            return None
+        adapter_dir = save_complete(
+            trainer, "adapter", lambda: trainer.save_model(str(staging_dir(output_dir) / "adapter"))
+        )
         record |= trainer.run_totals() | {"wall_seconds": time.perf_counter() - started}
         record["base_sha256_after"] = base_hash(trainer.model)
         if trainer.is_world_process_zero():
@@ -95,10 +114,12 @@ def train(data_args, args, handoff, model_args) -> Path:
         trainer.close()
 
 
-def attach_callbacks(trainer, tokenizer) -> None:
+def attach_callbacks(trainer, tokenizer):
+    """Attaches every callback; returns the one that says whether a signal has stopped the run."""
     from transformers import PrinterCallback, ProgressCallback
 
     from callbacks.metrics_jsonl import MetricsJsonl
+    from callbacks.preemption import Preemption
     from callbacks.progress_bar import ProgressBar
     from callbacks.rollout_log import RolloutLog
 
@@ -111,6 +132,9 @@ def attach_callbacks(trainer, tokenizer) -> None:
     trainer.add_callback(
         RolloutLog(trainer, output_dir / f"rollouts{rank}.jsonl", tokenizer, write=trainer.args.log_rollouts)
     )
+    preemption = Preemption(trainer.accelerator)
+    trainer.add_callback(preemption)
+    return preemption
 
 
 if __name__ == "__main__":
