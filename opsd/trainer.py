@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from opsd.adapter import check_adapter
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
+from opsd.checkpoint import save_complete, staging_dir
 from opsd.merged_sync import push_merged
 from opsd.model import HiddenTap
 from opsd.objective import Objective, StepSize
@@ -311,6 +312,14 @@ class OPSDTrainer(Trainer):
         student = sum(map(len, inputs.student_prompts)) + completions
         teacher = sum(map(len, inputs.teacher_prompts)) + completions
         return weights * (2 * teacher + 4 * student) + 6 * completions * self._tap.head.weight.numel()
+
+    def _get_output_dir(self, trial) -> str:
+        """Where the loop writes a checkpoint: under a hidden name that `_save_checkpoint` replaces once it is complete."""
+        return str(staging_dir(self.args.output_dir))
+
+    def _save_checkpoint(self, model, trial) -> None:
+        write = super()._save_checkpoint
+        save_complete(self, f"checkpoint-{self.state.global_step}", lambda: write(model, trial))
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         """Everything of a checkpoint besides the adapter: also what the teacher has accumulated."""
