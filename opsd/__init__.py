@@ -6,6 +6,7 @@ Rows:           rows.py filters.py row_filter.py answer_shape.py answer_text.py 
 Rollouts:       rollout.py rollout_transformers.py rollout_server.py vllm_client.py server_process.py adapter.py merged_sync.py
                 engines.py
 Model inputs:   batch.py attention.py teacher.py teacher_load.py reason_first.py model.py speed.py compat.py
+Steps:          steps.py
 The loss:       divergence.py projection.py fused_divergence.py triton_divergence.py divergence_kernel.py sampled_token.py
                 token_weights.py objective.py
 Training:       memory.py checkpoint.py trainer.py setup_run.py handoff.py

@@ -39,8 +39,9 @@ def load_training_examples(
 
     Columns: `example_id` (the row's number in its source, as text), `prompt_ids` and `teacher_prompt_ids` (int32, both
     ending where the completion starts), and with `wrong_reference_seed` also `negative_teacher_prompt_ids`, the teacher
-    prompt with another row's privileged context, and with `reason_first` also `analysis_prompt_ids`, `problem` and
-    `privileged_context`, from which opsd/reason_first.py makes the scoring prompt. `train_file` replaces `args.train_file` (a built-in world's rows).
+    prompt with another row's privileged context. With `reason_first` also `analysis_prompt_ids`, `problem` and
+    `privileged_context`, from which opsd/reason_first.py makes the scoring prompt. `train_file` replaces
+    `args.train_file` (a built-in world's rows).
     """
     prompts.check_thinking_switch(tokenizer, student_thinking, teacher_thinking)
     prefix = prompts.teacher_prefix_text(tokenizer, teacher_prefix, teacher_thinking=teacher_thinking)

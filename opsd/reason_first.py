@@ -1,7 +1,7 @@
-"""`reason_first_tokens`: before a step, the teacher writes its own analysis of every reference; after it, it scores with that in its context.
+"""`reason_first_tokens`: the teacher first writes its own analysis of every reference, and scores with that in its context.
 
-Data flow of a step: examples (with the texts that opsd/data.py keeps for this) -> analyses by the rollout engine serving the base
-model -> scoring prompts of three turns (opsd/prompts.py) -> opsd/trainer.py. The student sees none of it.
+Data flow of a step: examples (with the texts that opsd/data.py keeps for this) -> analyses by the rollout engine serving the base model
+-> scoring prompts of three turns (opsd/prompts.py) -> opsd/trainer.py. The student sees none of it.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,6 @@ student hidden states at the completion positions -> fused divergence -> gradien
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,58 +25,12 @@ from opsd.objective import Objective, StepSize
 from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
+from opsd.steps import RolloutSampler, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
 
 logger = get_logger(__name__)
 
 MEMORY_DISK = Path("/dev/shm")
-
-
-class RolloutSampler(Sampler[int]):
-    """Row indices for a whole run: one shuffled pass over the rows after another, cut to `count`.
-
-    The order depends on the seed alone, not on the number of processes or steps; a step never sees a row twice unless there are fewer
-    rows than rollouts in a step.
-    """
-
-    def __init__(self, rows: int, count: int, seed: int):
-        self.rows, self.count, self.seed = rows, count, seed
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        for start in range(0, self.count, self.rows):
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", start // self.rows))
-            order = torch.randperm(self.rows, generator=generator).tolist()
-            yield from order[: self.count - start]
-
-
-class StepMetrics:
-    """Sums over the micro-batches and processes of one optimizer step, and the times of its phases."""
-
-    def __init__(self):
-        self.sums: dict[str, torch.Tensor] = {}
-        self.maxima: dict[str, torch.Tensor] = {}
-        self.seconds: dict[str, float] = {}
-
-    def add(self, sums: dict[str, torch.Tensor]) -> None:
-        for name, value in sums.items():
-            value = torch.as_tensor(value, dtype=torch.float64)
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def keep_largest(self, name: str, value: torch.Tensor) -> None:
-        self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
-
-    def reduce(self, accelerator) -> dict[str, float]:
-        """Sums and maxima over all processes, by name."""
-        names = sorted(self.sums)
-        device = accelerator.device
-        stacked = torch.stack([self.sums[n].to(device) for n in names])
-        totals = dict(zip(names, accelerator.reduce(stacked, reduction="sum").tolist(), strict=True))
-        for name, value in self.maxima.items():
-            totals[name] = accelerator.gather(value.to(device).reshape(1)).max().item()
-        return totals
 
 
 class OPSDTrainer(Trainer):
