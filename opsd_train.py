@@ -58,10 +58,13 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
 
     Everything it held on a GPU is released when it returns.
     """
+    from callbacks.guards import TrainingStopped
+    from callbacks.weight_average import ADAPTER
     from opsd.checkpoint import compare_runs, save_complete, staging_dir
     from opsd.data import load_training_examples
     from opsd.model import base_hash, check_model_args, load_tokenizer
     from opsd.runinfo import write_json
+    from opsd.schedule import learning_rates, plot_learning_rates
     from opsd.setup_run import build_trainer, preview_prompts, run_record
     from opsd.teacher_load import check_teacher
 
@@ -81,7 +84,11 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
     preview_prompts(tokenizer, examples[0], Path(args.output_dir))
     record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
     trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
-    preemption = attach_callbacks(trainer, tokenizer)
+    rates = learning_rates(args)
+    record["summed_learning_rate"] = sum(rates)
+    if args.plot_lr and args.process_index == 0:
+        plot_learning_rates(rates, Path(args.output_dir) / "learning_rate.png")
+    preemption, average = attach_callbacks(trainer, tokenizer)
     output_dir = Path(args.output_dir)
     try:
         record["base_sha256_before"] = base_hash(trainer.model)
@@ -100,6 +107,8 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         adapter_dir = save_complete(
             trainer, "adapter", lambda: trainer.save_model(str(staging_dir(output_dir) / "adapter"))
         )
+        if average is not None:
+            save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))
         record |= trainer.run_totals() | {"wall_seconds": time.perf_counter() - started}
         record["base_sha256_after"] = base_hash(trainer.model)
         if trainer.is_world_process_zero():
@@ -110,18 +119,25 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
                 f"{record['base_sha256_after'][:12]}), so the teacher was not fixed; discard this run"
             )
         return adapter_dir
+    except TrainingStopped as stop:
+        if trainer.is_world_process_zero():
+            steps = trainer.state.global_step
+            write_json(output_dir / "run.json", record | {"status": "stopped", "reason": str(stop), "steps": steps})
+        raise SystemExit(f"error: {stop}" if trainer.is_world_process_zero() else 1) from None
     finally:
         trainer.close()
 
 
 def attach_callbacks(trainer, tokenizer):
-    """Attaches every callback; returns the one that says whether a signal has stopped the run."""
+    """Attaches every callback; returns the one that says whether a signal has stopped the run, and the weight average, if any."""
     from transformers import PrinterCallback, ProgressCallback
 
+    from callbacks.guards import Guards
     from callbacks.metrics_jsonl import MetricsJsonl
     from callbacks.preemption import Preemption
     from callbacks.progress_bar import ProgressBar
     from callbacks.rollout_log import RolloutLog
+    from callbacks.weight_average import WeightAverage
 
     output_dir = Path(trainer.args.output_dir)
     rank = "" if trainer.args.process_index == 0 else f".rank{trainer.args.process_index}"
@@ -134,7 +150,12 @@ def attach_callbacks(trainer, tokenizer):
     )
     preemption = Preemption(trainer.accelerator)
     trainer.add_callback(preemption)
-    return preemption
+    average = WeightAverage(trainer.args.wavg_last) if trainer.args.wavg_last else None
+    guards = Guards(trainer)
+    for stateful in (average, guards) if average else (guards,):
+        trainer.add_callback(stateful)
+        trainer.stateful.append(stateful)
+    return preemption, average
 
 
 if __name__ == "__main__":

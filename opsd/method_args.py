@@ -235,7 +235,8 @@ class MethodArgs:
             self._inactive(
                 ("guard_window",), "no guard is on; set guard_min_length, guard_min_entropy or guard_max_divergence"
             )
+        measured = self.guard_min_entropy or math.isfinite(self.guard_max_divergence)
         check(
-            not (self.guard_min_entropy and self.objective == "sampled_token"),
-            "guard_min_entropy > 0 needs objective=divergence: the sampled-token loss computes no entropy",
+            not (measured and self.objective == "sampled_token"),
+            "guard_min_entropy and guard_max_divergence need objective=divergence: the sampled-token loss measures neither",
         )

@@ -250,6 +250,15 @@ class OPSDTrainer(Trainer):
         self._step_ended_at = now
         return row
 
+    @property
+    def step_loss(self) -> torch.Tensor:
+        """Summed loss of this process's micro-batches since the last log line; not finite once one of them is not."""
+        return self._metrics.sums["loss_sum"]
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self.grad_norm = super()._get_grad_norm(model, grad_norm)  # before clipping; read by callbacks/guards.py
+        return self.grad_norm
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Renames the loop's own scalars to area/name and adds the step's."""
         names = {"loss": "loss/step_mean", "grad_norm": "optim/grad_norm", "learning_rate": "optim/learning_rate"}

@@ -162,7 +162,7 @@ def test_bf16_logits_change_the_loss_a_little():
         ({"guard_window": 3}, "guard_window=3 has no effect: no guard is on"),
         ({"guard_max_divergence": 1.0}, "guard_max_divergence=1.0 must be > 1"),
         ({"guard_min_length": 1.0}, r"guard_min_length=1.0 must be in \[0, 1\)"),
-        ({"guard_min_entropy": 0.5, "objective": "sampled_token"}, "computes no entropy"),
+        ({"guard_min_entropy": 0.5, "objective": "sampled_token"}, "measures neither"),
         ({"reason_first_tokens": -1}, "reason_first_tokens=-1 must be >= 0"),
         ({"reason_first_tokens": 8, "token_weight": "contrastive"}, "contradicts token_weight=contrastive"),
     ],
