@@ -58,9 +58,9 @@ def check_model_args(model_args: ModelConfig) -> None:
 
 def load_config(name_or_path: str, revision: str = "main"):
     """The transformers config of a hub id or local folder. Raises FileNotFoundError with one line when there is none."""
-    if looks_local(name_or_path) and not Path(name_or_path).is_dir():
+    if looks_local(name_or_path) and not Path(name_or_path, "config.json").is_file():
         raise FileNotFoundError(
-            f"model_name_or_path={name_or_path} does not exist; give a folder with a config.json or a hub id"
+            f"model_name_or_path={name_or_path} has no config.json; give the folder of a model, or a hub id"
         )
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision)
