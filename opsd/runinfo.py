@@ -45,6 +45,20 @@ def write_json(path: Path, obj: object) -> None:
     write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict:
+    """One JSON object. Raises FileNotFoundError or ValueError naming the file."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"file={path} does not exist; give an existing .json file")
+    try:
+        value = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); write it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not an object; a result or run file is needed")
+    return value
+
+
 def append_jsonl(handle: IO[str], obj: object, *, durable: bool = True) -> None:
     """Appends one line to an open text file; `durable` also waits until it is on disk."""
     handle.write(json.dumps(obj, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,161 @@
+"""Sweeps: identity of a run, resuming, paired differences and the ledger, on made-up results and a stand-in for the launcher."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import sweep
+from opsd.ledger import Run, append_to_ledger, paired, recipe_digest, summarise, sweep_table
+
+
+def result(correct: list[int], *, n: int = 12, benchmark: str = "b", regime: str = "r", name: str = "x") -> dict:
+    problems = [{"id": str(i), "answer": "1", "n": n, "correct": c} for i, c in enumerate(correct)]
+    return {
+        "name": name,
+        "regime_hash": regime,
+        "benchmark": {"sha256": benchmark},
+        "problems": problems,
+        "statistics": {"avg_at_k": sum(correct) / n / len(correct)},
+    }
+
+
+def test_the_hash_knows_a_recipe_and_not_its_repetition():
+    arguments = ["--max_steps=100", "--lora_target_modules", "q", "v", "--seed=1", "--output_dir=a"]
+    assert recipe_digest(arguments) == recipe_digest(["--seed=2", "--lora_target_modules", "q", "v", "--max_steps=100"])
+    assert recipe_digest(arguments) != recipe_digest([*arguments, "--beta=1"])
+    assert recipe_digest(arguments) != recipe_digest(["--max_steps=100", "--lora_target_modules", "v", "q"])
+
+
+def test_paired_difference_and_its_sampling_error():
+    a, b = result([6] * 30), result([12] * 15 + [6] * 15)
+    difference, error = paired(a, b)
+    assert difference == pytest.approx(0.25)
+    one = 0.25 / 11  # p(1-p)/(n-1) of a problem with 6 of 12
+    assert error == pytest.approx((30 * one + 15 * one) ** 0.5 / 30)
+
+
+@pytest.mark.parametrize(("key", "word"), [("benchmark", "benchmark"), ("regime", "regime_hash")])
+def test_results_that_do_not_belong_together_are_refused(key, word):
+    with pytest.raises(ValueError, match=word):
+        paired(result([1]), result([1], **{key: "other"}))
+
+
+def test_summary_over_seeds_and_bold_only_when_zero_is_excluded():
+    gain = summarise("a", [(0.10, 0.02), (0.14, 0.02)], [0.6, 0.64])
+    assert gain["difference"] == pytest.approx(0.12)
+    assert gain["standard_error"] == pytest.approx(0.02 / 2**0.5)
+    assert gain["between_seed_sd"] == pytest.approx(0.04 / 2**0.5)
+    nothing = summarise("b", [(0.01, 0.02)], [0.5])
+    table = sweep_table([gain, nothing], "base model")
+    assert "**+12.0 ± 1.4**" in table
+    assert "| +1.0 ± 2.0 |" in table
+
+
+def record(name: str) -> dict:
+    rows = [summarise(name, [(0.1, 0.02)], [0.6])]
+    return {
+        "date": "2026-01-01",
+        "question": name,
+        "command": ["x"],
+        "commit": None,
+        "dirty": True,
+        "against": "base",
+        "rows": rows,
+    }
+
+
+def test_the_ledger_is_newest_first_and_replaces_its_own_entry(tmp_path):
+    ledger = tmp_path / "LEDGER.md"
+    for name, json_name in (("first", "a.json"), ("second", "b.json"), ("first again", "a.json")):
+        append_to_ledger(ledger, record(name), json_name)
+    text = ledger.read_text()
+    assert text.startswith("# Ledger")
+    assert text.index("first again") < text.index("second")
+    assert text.count("\n## ") == 2
+
+
+LAUNCHER = """
+import json, pathlib, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
+folder = pathlib.Path(options["output_dir"])
+if (folder / "fail").exists():
+    sys.exit(3)
+with open(folder.parent / "calls.txt", "a") as calls:
+    calls.write(folder.name + " " + options["evaluate_before"] + chr(10))
+for name, correct in (("before", 4), ("after", 8)):
+    if name == "after" or options["evaluate_before"] == "true":
+        target = folder / "eval" / name
+        target.mkdir(parents=True)
+        problems = [{"id": "0", "answer": "1", "n": 12, "correct": correct}]
+        result = {"name": name, "regime_hash": "r", "benchmark": {"sha256": options["seed"]}, "problems": problems}
+        result["statistics"] = {"avg_at_k": correct / 12}
+        (target / "result.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Replaces the launcher by a script that writes the results of a run at once."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+
+    def command_of(run, arguments, extra, *, before):
+        return [
+            sys.executable,
+            str(script),
+            f"--seed={run.seed}",
+            f"--output_dir={run.folder}",
+            f"--evaluate_before={str(before).lower()}",
+        ]
+
+    monkeypatch.setattr(sweep, "command_of", command_of)
+    return tmp_path
+
+
+def call(folder: Path, *extra: str) -> None:
+    sweep.main(
+        ["recipes/tiny.env", "recipes/tiny_swapped.env", "--seeds=2", "--name=t", "--question=q", f"--output_dir={folder / 'runs'}",
+         f"--results_dir={folder / 'results'}", *extra]
+    )  # fmt: skip
+
+
+def test_a_sweep_trains_each_run_once_and_measures_each_base_once(stand_in, capsys):
+    call(stand_in)
+    calls = (stand_in / "runs" / "calls.txt").read_text().splitlines()
+    assert [line.split()[1] for line in calls] == ["true", "true", "false", "false"]
+    call(stand_in)  # everything is finished
+    assert len((stand_in / "runs" / "calls.txt").read_text().splitlines()) == 4
+    data = json.loads((stand_in / "results" / "sweep_t.json").read_text())
+    assert [row["recipe"] for row in data["rows"]] == ["base model", "tiny", "tiny_swapped"]
+    assert data["rows"][1]["difference"] == pytest.approx(1 / 3)
+    assert "tiny_swapped" in capsys.readouterr().out
+
+
+def test_a_failed_run_stops_the_sweep_and_the_rest_resumes(stand_in):
+    arguments = ["recipes/tiny.env", "--seeds=2", "--name=t", "--question=q"]
+    folder = stand_in / "runs"
+    call_arguments = [*arguments, f"--output_dir={folder}", f"--results_dir={stand_in / 'results'}"]
+    digest = recipe_digest(sweep_training_arguments("recipes/tiny.env"))
+    bad = Run("tiny", "recipes/tiny.env", digest, 1, folder / f"tiny-{digest}-seed1")
+    bad.folder.mkdir(parents=True)
+    (bad.folder / "fail").touch()
+    with pytest.raises(RuntimeError, match="tiny, seed 1 ended with exit code 3"):
+        sweep.main(call_arguments)
+    (bad.folder / "fail").unlink()
+    sweep.main(call_arguments)
+    assert len((folder / "calls.txt").read_text().splitlines()) == 2
+
+
+def sweep_training_arguments(recipe: str) -> list[str]:
+    from opsd.launch import resolve
+
+    return resolve([recipe], {}).training_arguments
+
+
+def test_unknown_baseline_and_bad_counts_are_refused(stand_in):
+    with pytest.raises(ValueError, match="against='nothing'"):
+        call(stand_in, "--against=nothing")
+    with pytest.raises(ValueError, match="parallel=2 needs as many gpus"):
+        call(stand_in, "--parallel=2", "--gpus=0")
