@@ -24,11 +24,13 @@ ROOT = Path(__file__).resolve().parent
 
 def main(argv: list[str]) -> None:
     from opsd.args import eval_regime, parse_training_args
+    from opsd.loop_args import check_batch
     from opsd.recipe import check_caps, read_caps
 
     data_args, args, handoff, model_args = parse_training_args(argv)
     regime = eval_regime(handoff)
     check_caps(args.max_steps, args.rollouts_per_step, *read_caps(ROOT / "train_capped.sh"))
+    check_batch(args)
 
     from opsd.checkpoint import find_resume
     from opsd.handoff import Handoff

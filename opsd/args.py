@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from transformers import TrainingArguments
 from trl import ModelConfig, TrlParser
 
+from opsd.loop_args import check_loop
 from opsd.method_args import MethodArgs
 from opsd.method_args import check as _check
 from opsd.method_args import check_choice as _check_choice
@@ -176,7 +177,6 @@ class OPSDConfig(MethodArgs, TrainingArguments):
             math.isfinite(self.learning_rate) and self.learning_rate > 0,
             f"learning_rate={self.learning_rate} must be finite and > 0",
         )
-        _check(self.max_grad_norm >= 0, f"max_grad_norm={self.max_grad_norm} must be >= 0; use 0 to disable clipping")
         _check_sampling(self.temperature, self.top_p, self.top_k)
         _check(self.temperature > 0, f"temperature={self.temperature} must be > 0: rollouts are sampled")
         for own in fields(OPSDConfig):
@@ -210,6 +210,7 @@ class OPSDConfig(MethodArgs, TrainingArguments):
         )
         if self.report_to is None:
             self.report_to = ["none"]
+        check_loop(self)
         super().__post_init__()
 
     def _check_engine(self):

@@ -77,8 +77,9 @@ def test_layers():
     for name, row in rank.items():
         for other in own_imports(ROOT / "opsd" / f"{name}.py"):
             assert rank.get(other, row) >= row, f"{name}.py imports {other}.py, which is above it"
-    assert own_imports(ROOT / "opsd" / "args.py") == {"method_args"}
+    assert own_imports(ROOT / "opsd" / "args.py") == {"method_args", "loop_args"}
     assert own_imports(ROOT / "opsd" / "method_args.py") == set()
+    assert own_imports(ROOT / "opsd" / "loop_args.py") == {"method_args"}
     for name in ("eval_aime.py", "opsd/evaluation.py"):
         assert "trainer" not in own_imports(ROOT / name), name
 
