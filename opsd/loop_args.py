@@ -1,0 +1,74 @@
+"""What the training loop that we inherit may be asked for: ranges of transformers' own arguments, and those that the method rules out.
+
+Called by `OPSDConfig` (args.py) and `opsd_train.py`. transformers checks few of these, or ignores them silently. Imports nothing of
+ours but the helpers of method_args.py.
+"""
+
+import importlib.util
+import math
+
+from opsd.method_args import check
+
+TRACKERS = ("none", "tensorboard", "wandb", "trackio")
+# Arguments that must keep their default -> (the default, why)
+FIXED = {
+    "remove_unused_columns": (False, "rows hold our own columns"),
+    "dataloader_pin_memory": (False, "rows are lists of token ids, not tensors"),
+    "push_to_hub": (False, "nothing is uploaded by a training run; upload the adapter by hand"),
+    "auto_find_batch_size": (False, "it would change the batch; lower micro_batch_size"),
+    "load_best_model_at_end": (False, "training computes no score to choose by; evaluate the checkpoints with eval_aime.py"),
+    "fp16": (False, "float16 loses small gradients; use dtype bfloat16 or float32"),
+    "label_smoothing_factor": (0.0, "the loss has no labels"),
+    "neftune_noise_alpha": (None, "noise in the embeddings would make rollouts and loss come from different students"),
+    "num_train_epochs": (3.0, "it has no effect beside max_steps; set max_steps"),
+}  # fmt: skip
+SEEDS = 2**32  # numpy takes no larger one
+
+
+def check_loop(args) -> None:
+    """Raises ValueError naming the first inherited argument that is out of range or ruled out."""
+    check(bool(args.output_dir.strip()), "output_dir='' must name a folder; leave it out for its default")
+    for name, (default, reason) in FIXED.items():
+        value = getattr(args, name)
+        check(value == default, f"{name}={value} must stay {default}: {reason}")
+    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+        value = getattr(args, name)
+        allowed = {"eval_strategy": ("no",), "save_strategy": ("no", "steps"), "logging_strategy": ("steps",)}[name]
+        text = value if type(value) is str else value.value
+        check(text in allowed, f"{name}={text} must be {' or '.join(allowed)}; evaluate checkpoints with eval_aime.py")
+    for name in ("save_steps", "logging_steps"):
+        value = getattr(args, name)
+        check(value > 0 and math.isfinite(value), f"{name}={value} must be > 0 steps, or a fraction of max_steps")
+    limit = args.save_total_limit
+    check(limit is None or limit > 0, f"save_total_limit={limit} must be > 0 checkpoints; leave it out to keep all")
+    for name in ("seed", "data_seed"):
+        value = getattr(args, name)
+        check(value is None or 0 <= value < SEEDS, f"{name}={value} must be 0 to {SEEDS - 1}")
+    check(args.max_grad_norm >= 0, f"max_grad_norm={args.max_grad_norm} must be >= 0; use 0 to disable clipping")
+    value = args.weight_decay
+    check(0 <= value < math.inf, f"weight_decay={value} must be finite and >= 0; use 0 to disable")
+    for name in ("adam_beta1", "adam_beta2"):
+        check(0 <= getattr(args, name) < 1, f"{name}={getattr(args, name)} must be in [0, 1)")
+    check(0 < args.adam_epsilon < math.inf, f"adam_epsilon={args.adam_epsilon} must be finite and > 0")
+    check(args.warmup_steps >= 0, f"warmup_steps={args.warmup_steps} must be >= 0 steps; use 0 for none")
+    check(
+        args.dataloader_num_workers >= 0,
+        f"dataloader_num_workers={args.dataloader_num_workers} must be >= 0; use 0 for none",
+    )
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        check(getattr(args, name) > 0, f"{name}={getattr(args, name)} must be > 0")
+    for tracker in args.report_to or []:
+        check(tracker in TRACKERS, f"report_to={tracker} must be one of {', '.join(TRACKERS)}")
+        known = tracker == "none" or importlib.util.find_spec(tracker) is not None
+        check(known, f"report_to={tracker} needs the package {tracker}; install it, or use report_to=none")
+
+
+def check_batch(args) -> None:
+    """Raises ValueError when batch, accumulation and processes do not make `rollouts_per_step`; the launcher derives them."""
+    made = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    check(
+        made == args.rollouts_per_step,
+        f"per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
+        f"{args.gradient_accumulation_steps} x {args.world_size} processes must be rollouts_per_step={args.rollouts_per_step}; start with "
+        "train_capped.sh, which derives them",
+    )
