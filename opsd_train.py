@@ -84,12 +84,12 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         reason_first=args.reason_first_tokens > 0,
     )
     preview_prompts(tokenizer, examples[0], Path(args.output_dir))
-    record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
-    trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
     rates = learning_rates(args)
-    record["summed_learning_rate"] = sum(rates)
     if args.plot_lr and args.process_index == 0:
         plot_learning_rates(rates, Path(args.output_dir) / "learning_rate.png")
+    record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
+    record["summed_learning_rate"] = sum(rates)
+    trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
     preemption, average = attach_callbacks(trainer, tokenizer)
     output_dir = Path(args.output_dir)
     try:

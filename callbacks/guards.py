@@ -1,8 +1,9 @@
 """Stops a run that has gone wrong, with a checkpoint and the rows that were being trained on, before it spends the rest of its budget.
 
-Always: a loss or gradient that is not finite, caught before the optimizer takes it, so that the checkpoint is the last good one. On request
-(`guard_*` of opsd/method_args.py): completions or entropy that shrink, and divergence that grows, against the run's own first steps. Both are
-what published runs showed before they collapsed. A guard compares means over `guard_window` log lines, so it needs two windows to speak.
+Always: a loss or gradient that is not finite, caught before the optimizer takes it, so that the checkpoint is the last good one. On
+request (`guard_*` of opsd/method_args.py): completions or entropy that shrink, and divergence that grows, against the run's own first
+steps. Both are what published runs showed before they collapsed. A guard compares means over `guard_window` log lines, so it needs two
+windows to speak.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The learning rate of every step before a run starts: its sum for run.json, and its figure for `plot_lr`.
 
-Two schedules over 100 steps are comparable when they sum to the same: 5e-6 constant and 1e-5 annealed to 0 both give 5e-4 (a linear decay that
-is evaluated at whole steps gives 1% more, 5.05e-4).
+Two schedules over 100 steps are comparable when they sum to the same: 5e-6 constant and 1e-5 annealed to 0 both give 5e-4 (a linear
+decay that is evaluated at whole steps gives 1% more, 5.05e-4).
 """
 
 from pathlib import Path
@@ -9,19 +9,12 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments, get_scheduler
 
-METRIC_DRIVEN = ("reduce_lr_on_plateau", "greedy")
-
 
 def learning_rates(args: TrainingArguments) -> list[float]:
-    """The rate that each of `max_steps` optimizer steps will use. Raises ValueError for a schedule that depends on the run."""
-    name = str(args.lr_scheduler_type.value)
-    if name in METRIC_DRIVEN:
-        raise ValueError(
-            f"lr_scheduler_type={name} depends on an evaluation during training, which there is none of; use another"
-        )
+    """The rate that each of `max_steps` optimizer steps will use; schedules that follow an evaluation are refused by transformers."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     scheduler = get_scheduler(
-        name,
+        args.lr_scheduler_type,
         optimizer,
         num_warmup_steps=args.get_warmup_steps(args.max_steps),
         num_training_steps=args.max_steps,
