@@ -103,8 +103,11 @@ class ServerEngine:
         name = f"opsd-{digest[:32]}"
         path = str(Path(adapter_dir).resolve())
         try:
-            server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
+            # not load_inplace: the server would then read the folder again for every request
+            server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except RequestRefused as error:
+            if "already been loaded" in str(error):  # these weights, by another training process or an attempt before
+                return name
             remedy = (
                 "the folder must be readable on its host; start it with --enable-lora and a sufficient --max-lora-rank"
             )

@@ -82,6 +82,8 @@ class Handler(BaseHTTPRequestHandler):
             file = Path(body["lora_path"]) / "adapter_model.safetensors"
             if not file.is_file():
                 return self.answer(404, {"error": {"message": "Loading lora failed: No adapter found"}})
+            if body["lora_name"] in server.adapters:
+                return self.answer(400, {"error": {"message": "The lora adapter has already been loaded."}})
             server.adapters[body["lora_name"]] = hashlib.sha256(file.read_bytes()).hexdigest()
             return self.answer(200, "Success")
         if self.path == "/v1/unload_lora_adapter":

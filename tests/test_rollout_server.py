@@ -1,6 +1,7 @@
 """Rollouts from vLLM servers: the protocol on a fake server (fast), the same on the real vLLM server on CPU (slow)."""
 
 import os
+import shutil
 import socket
 
 import pytest
@@ -190,7 +191,10 @@ def test_the_real_server(folder, adapters, tmp_path):
         base = engine.generate(PROMPTS, SAMPLING, SEEDS)
         engine.sync(adapters[0], step=1)
         first = engine.generate(PROMPTS, SAMPLING, SEEDS)
-        engine.sync(adapters[1], step=2)
+        engine.sync(adapters[0], step=1)  # as a second training process would
+        passing = shutil.copytree(adapters[1], tmp_path / "passing")
+        engine.sync(passing, step=2)
+        shutil.rmtree(passing)  # as the trainer does: the folder is needed while it is loaded, not longer
         second = engine.generate(PROMPTS, SAMPLING, SEEDS)
         engine.sync(adapters[0], step=3)
         assert engine.generate(PROMPTS[::-1], SAMPLING, SEEDS[::-1]) == first[::-1]
