@@ -43,8 +43,11 @@ def main(argv: list[str]) -> None:
             data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")
         )
     evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval")
-    if data_args.evaluate_before and args.process_index == 0:
-        evaluator.run("before", adapter=None)
+    if args.process_index == 0:
+        if data_args.evaluate_before:
+            evaluator.run("before", adapter=None)
+        elif data_args.evaluate_after:
+            evaluator.check()
 
     adapter_dir = train(data_args, args, handoff, model_args, checkpoint)
     if adapter_dir is None:
@@ -83,15 +86,16 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         wrong_reference_seed=args.wrong_reference_seed if args.token_weight == "contrastive" else None,
         reason_first=args.reason_first_tokens > 0,
     )
-    preview_prompts(tokenizer, examples[0], Path(args.output_dir))
     rates = learning_rates(args)
-    if args.plot_lr and args.process_index == 0:
-        plot_learning_rates(rates, Path(args.output_dir) / "learning_rate.png")
     record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
     record["summed_learning_rate"] = sum(rates)
     trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
     preemption, average = attach_callbacks(trainer, tokenizer)
     output_dir = Path(args.output_dir)
+    if trainer.is_world_process_zero():
+        preview_prompts(tokenizer, examples[0], output_dir)
+        if args.plot_lr:
+            plot_learning_rates(rates, output_dir / "learning_rate.png")
     try:
         record["base_sha256_before"] = base_hash(trainer.model)
         if checkpoint is not None:

@@ -90,6 +90,11 @@ class DataArgs:
         except re.error as error:
             raise ValueError(f"answer_pattern={self.answer_pattern!r} is not a regular expression: {error}") from None
         _check(self.min_trace_tokens >= 0, f"min_trace_tokens={self.min_trace_tokens} must be >= 0; use 0 to disable")
+        _check(self.world_seed >= 0, f"world_seed={self.world_seed} must be >= 0")
+        _check(
+            bool(self.dataset_name) or self.dataset_split == "train",
+            f"dataset_split={self.dataset_split} has no effect without dataset_name; remove it",
+        )
         _check(self.max_prompt_length > 0, f"max_prompt_length={self.max_prompt_length} must be > 0 tokens")
         _check(
             self.max_teacher_prompt_length > 0,
@@ -285,8 +290,13 @@ HandoffArgs.__doc__ = (
 
 
 def eval_regime(handoff) -> EvalRegime:
-    """The frozen regime out of the prefixed arguments of `HandoffArgs`."""
-    return EvalRegime(**{f.name: getattr(handoff, EVAL_PREFIX + f.name) for f in fields(EvalRegime)})
+    """The frozen regime out of the prefixed arguments of `HandoffArgs`; its refusals name the arguments with their prefix."""
+    limit = handoff.eval_max_problems
+    _check(limit is None or limit > 0, f"eval_max_problems={limit} must be >= 1; leave it unset for all problems")
+    try:
+        return EvalRegime(**{f.name: getattr(handoff, EVAL_PREFIX + f.name) for f in fields(EvalRegime)})
+    except ValueError as error:
+        raise ValueError(f"{EVAL_PREFIX}{error}") from None
 
 
 TRAINING_DATACLASSES = (DataArgs, OPSDConfig, HandoffArgs, ModelConfig)
@@ -309,9 +319,13 @@ def parse_training_args(argv: list[str]) -> tuple:
 
     It is decided before transformers sets up mixed precision, which happens while `OPSDConfig` is made.
     """
-    parsed = training_parser().parse_args_and_config(argv)
+    parser = training_parser()
+    unknown = parser.parse_known_args(argv)[1]
+    _check(not unknown, f"unknown argument {' '.join(unknown[:1])!r}; see --help")
+    parsed = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     if parsed[1].bf16 is None:
-        parsed = training_parser().parse_args_and_config([*argv, f"--bf16={str(parsed[3].dtype == 'bfloat16').lower()}"])
+        argv = [*argv, f"--bf16={str(parsed[3].dtype == 'bfloat16').lower()}"]
+        parsed = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     return parsed
 
 

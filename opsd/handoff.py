@@ -24,6 +24,10 @@ class Handoff:
         for name, value in asdict(regime).items():
             self._command += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
 
+    def check(self) -> None:
+        """Refuses, before hours of training, an evaluation that could not start: a dry run of the evaluator."""
+        self._call([*self._command, "--dry_run", "true"])
+
     def run(self, name: str, adapter: Path | None) -> Path:
         """Evaluates the base model or an adapter; returns the folder with result.json. Raises RuntimeError when it fails."""
         output_dir = self._output_dir / name
@@ -42,6 +46,8 @@ class Handoff:
         command = [sys.executable, str(self._script), *arguments]
         logger.info("evaluating: %s", " ".join(command))
         code = subprocess.run(command).returncode
+        if code == 2:
+            raise ValueError("the evaluation is refused, see the line above; correct it, or leave evaluate_before and evaluate_after out")
         if code:
             raise RuntimeError(
                 f"eval_aime.py ended with exit code {code}; the training result is complete, run it again by hand"

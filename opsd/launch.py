@@ -107,7 +107,7 @@ def _parse_types(words: list[str], settings: Mapping[str, Setting]):
 
 def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = None) -> Launch:
     """From the launcher's arguments to the command, or ValueError / FileNotFoundError. `gpus`: instead of the visible ones."""
-    from opsd.args import EVAL_PREFIX, eval_regime, training_parser
+    from opsd.args import eval_regime, training_parser
 
     names = known_names()
     with_recipe = bool(argv) and not argv[0].startswith("--")
@@ -149,10 +149,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
     training_arguments = _arguments({**given, **derived}, names)
     # every __post_init__, before anything slow starts
     _, _, handoff, _ = training_parser().parse_args_into_dataclasses(training_arguments)
-    try:
-        eval_regime(handoff)
-    except ValueError as error:  # it names its fields without the prefix that they carry here
-        raise ValueError(f"{EVAL_PREFIX}{error}") from None
+    eval_regime(handoff)
 
     command = [sys.executable, "-m", "opsd.accelerate_launch", "--config_file", os.path.relpath(config, ROOT)]
     command += ["--num_processes", str(world_size), *flags_of_hosts, "--dynamo_backend", "no"]

@@ -27,6 +27,8 @@ from opsd.runinfo import sha256_tensors
 
 logger = logging.getLogger(__name__)
 
+ALL_LINEAR = "all-linear"
+
 
 def check_model_args(model_args: ModelConfig) -> None:
     """Refuses, by name and before anything loads, what the method or the engine cannot honour. Raises ValueError."""
@@ -43,6 +45,12 @@ def check_model_args(model_args: ModelConfig) -> None:
         raise ValueError(f"lora_r={model_args.lora_r} must be > 0")
     if not model_args.lora_target_modules:
         raise ValueError("lora_target_modules is not given; name the projections, e.g. q_proj k_proj v_proj o_proj")
+    if not model_args.lora_alpha > 0:
+        raise ValueError(f"lora_alpha={model_args.lora_alpha} must be > 0")
+    if model_args.lora_task_type != "CAUSAL_LM":
+        raise ValueError(f"lora_task_type={model_args.lora_task_type} must be CAUSAL_LM; leave it out")
+    if model_args.model_revision != "main" and Path(model_args.model_name_or_path).is_dir():
+        raise ValueError(f"model_revision={model_args.model_revision} has no effect on a local folder; remove it")
     if not 0 <= model_args.lora_dropout < 1:
         raise ValueError(f"lora_dropout={model_args.lora_dropout} must be in [0, 1)")
     refuse_unservable(
@@ -118,9 +126,25 @@ def load_student(
     ).to(device)
     base.config.use_cache = False
     torch.manual_seed(seed)
-    model = get_peft_model(base, get_peft_config(model_args))
+    lora = get_peft_config(model_args)
+    lora.target_modules = _targets(base, lora.target_modules)
+    model = get_peft_model(base, lora)
     refuse_unsupported_head(base)
     return model
+
+
+def _targets(base: PreTrainedModel, wanted: str | set[str] | list[str]) -> str | list[str]:
+    """The target modules as PEFT takes them: a single name comes from TRL as text, which PEFT would read as a pattern of full names.
+
+    Raises ValueError for a name that no module ends with; PEFT passes over it when another one matches.
+    """
+    if wanted == ALL_LINEAR:
+        return wanted
+    names = [wanted] if isinstance(wanted, str) else sorted(wanted)
+    for target in names:
+        if not any(name == target or name.endswith("." + target) for name, _ in base.named_modules()):
+            raise ValueError(f"lora_target_modules={target} is no module of the model; use names such as q_proj, or {ALL_LINEAR}")
+    return names
 
 
 def refuse_unsupported_head(base: PreTrainedModel) -> None:

@@ -86,6 +86,10 @@ def build_trainer(
     eos_ids = end_token_ids(name, tokenizer, revision)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     layout = choose_layout(args, config, pad_id)
+    if layout.packed and model_args.attn_implementation:
+        raise ValueError(
+            f"attn_implementation={model_args.attn_implementation} has no effect on packed rows; set packing=false, or remove it"
+        )
     plan, free_bytes = plan_memory(args, model_args, config, prompt_tokens=longest_prompt)
     announce(plan, free_bytes)
     args.gradient_checkpointing = plan.recompute
