@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         return arguments(world, tmp_path / "out", *more)
 
     refused(flags("--max_new_tokens", "1000"), "max_new_tokens=1000 and the ", "context of 512 tokens")
-    refused(flags("--model", "/nowhere"), "/nowhere does not exist")
+    refused(flags("--model", "/nowhere"), "model_name_or_path=/nowhere")
     refused(flags("--benchmark", "aime2024"), "neither a file nor one of aime24")
     refused(flags("--temperature", "-1"), "temperature=-1.0 must be finite and >= 0")
     refused(flags("--samples", "3"), "unknown argument '--samples'; did you mean --")
