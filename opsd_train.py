@@ -68,9 +68,8 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
     from opsd.checkpoint import compare_runs, save_complete, staging_dir
     from opsd.data import load_training_examples
     from opsd.model import base_hash, check_model_args, load_tokenizer
-    from opsd.runinfo import write_json
     from opsd.schedule import learning_rates, plot_learning_rates
-    from opsd.setup_run import build_trainer, preview_prompts, run_record
+    from opsd.setup_run import build_trainer, preview_prompts, run_record, write_run
     from opsd.teacher_load import check_teacher
 
     check_model_args(model_args)
@@ -101,13 +100,11 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         if checkpoint is not None:
             changed = compare_runs(checkpoint.parent / "run.json", record)
             record["resumed_from"] = {"checkpoint": str(checkpoint), "changed_arguments": changed}
-        if trainer.is_world_process_zero():
-            write_json(Path(args.output_dir) / "run.json", record | {"status": "running"})
+        write_run(trainer, record, "running")
         started = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if preemption.requested:
-            if trainer.is_world_process_zero():
-                write_json(output_dir / "run.json", record | {"status": "stopped", "steps": trainer.state.global_step})
+            write_run(trainer, record, "stopped", steps=trainer.state.global_step)
             logging.getLogger("opsd").warning("to go on: the same command with --resume_from_checkpoint latest")
             return None
         adapter_dir = save_complete(
@@ -117,8 +114,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
             save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))
         record |= trainer.run_totals() | {"wall_seconds": time.perf_counter() - started}
         record["base_sha256_after"] = base_hash(trainer.model)
-        if trainer.is_world_process_zero():
-            write_json(Path(args.output_dir) / "run.json", record | {"status": "finished"})
+        write_run(trainer, record, "finished")
         if record["base_sha256_after"] != record["base_sha256_before"]:
             raise RuntimeError(
                 f"the base weights changed during training (sha256 {record['base_sha256_before'][:12]} -> "
@@ -126,9 +122,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
             )
         return adapter_dir
     except TrainingStopped as stop:
-        if trainer.is_world_process_zero():
-            steps = trainer.state.global_step
-            write_json(output_dir / "run.json", record | {"status": "stopped", "reason": str(stop), "steps": steps})
+        write_run(trainer, record, "stopped", reason=str(stop), steps=trainer.state.global_step)
         raise SystemExit(f"error: {stop}" if trainer.is_world_process_zero() else 1) from None
     finally:
         trainer.close()

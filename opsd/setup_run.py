@@ -15,7 +15,7 @@ from opsd.batch import Layout
 from opsd.engines import build_engine, check_engine, plan_memory
 from opsd.memory import announce
 from opsd.model import end_token_ids, load_config, load_student
-from opsd.runinfo import git_state, hardware, package_versions, write_text
+from opsd.runinfo import git_state, hardware, package_versions, write_json, write_text
 from opsd.speed import compile_layers, drop_input_casts
 from opsd.trainer import OPSDTrainer
 
@@ -132,6 +132,12 @@ def preview_prompts(tokenizer, example: dict, output_dir: Path) -> None:
     write_text(output_dir / "preview.txt", "\n".join(parts))
     for part in parts:
         logger.info("%s", part)
+
+
+def write_run(trainer: OPSDTrainer, record: dict, status: str, **more) -> None:
+    """Writes run.json from the main process: `record` with the run's status (running, stopped or finished)."""
+    if trainer.is_world_process_zero():
+        write_json(Path(trainer.args.output_dir) / "run.json", record | {"status": status, **more})
 
 
 def run_record(argv: list[str], groups: tuple, counts: dict) -> dict:
