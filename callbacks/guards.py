@@ -91,7 +91,7 @@ class Guards(TrainerCallback):
                 "prompt_ids": list(rollout.prompt_ids),
                 "teacher_prompt_ids": list(example["teacher_prompt_ids"]),
                 "completion_ids": list(rollout.completion_ids),
-                "per_token_logps": list(rollout.per_token_logps),
+                "per_token_logps": [lp if math.isfinite(lp) else str(lp) for lp in rollout.per_token_logps],
                 "finish_reason": rollout.finish_reason,
             }
             for micro_batch in self._trainer.micro_batches

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_trainer import ScriptedEngine, adapter_state, make_trainer
 from transformers import AutoTokenizer, TrainerCallback
 
+import opsd_train
 from callbacks.guards import Guards, TrainingStopped
 from callbacks.weight_average import FILE, WeightAverage
 from opsd.adapter import check_adapter
@@ -235,21 +234,19 @@ def test_the_training_script_stops_with_one_line_and_a_record(tmp_path):
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"problem": f"{i}+1?", "solution": f"{i + 1}"}) + "\n" for i in range(8)))
-    run = subprocess.run(
-        [sys.executable, "opsd_train.py", f"--model_name_or_path={model}", f"--train_file={rows}", "--use_peft=true",
-         "--lora_target_modules", "q_proj", "v_proj", "--max_steps=2", "--rollouts_per_step=4", "--per_device_train_batch_size=4",
-         "--max_completion_length=4", "--rollout_engine=transformers", "--use_cpu=true", "--wavg_last=1", "--plot_lr=true",
-         "--dtype=float32", f"--output_dir={tmp_path / 'run'}", "--disable_tqdm=true"],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert run.returncode == 1, run.stderr
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        "error: step 1: loss nan or gradient norm nan is not finite on some process; stopped_batch.jsonl in "
-    )
-    assert "Traceback" not in run.stderr
+    arguments = [
+        f"--model_name_or_path={model}", f"--train_file={rows}", "--use_peft=true", "--lora_target_modules", "q_proj", "v_proj",
+        "--max_steps=2", "--rollouts_per_step=4", "--per_device_train_batch_size=4", "--max_completion_length=4",
+        "--rollout_engine=transformers", "--use_cpu=true", "--wavg_last=1", "--plot_lr=true", "--dtype=float32",
+        f"--output_dir={tmp_path / 'run'}", "--disable_tqdm=true",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as stopped:  # text as the exit code: one line on stderr, status 1
+        opsd_train.main(arguments)
+    expected = "error: step 1: loss nan or gradient norm nan is not finite on some process; stopped_batch.jsonl in "
+    assert str(stopped.value.code).startswith(expected) and "\n" not in stopped.value.code
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "stopped" and record["reason"].startswith("step 1: loss nan") and record["steps"] == 0
     assert record["summed_learning_rate"] == pytest.approx(5e-5 * 1.5)
-    assert (tmp_path / "run" / "learning_rate.png").is_file() and (tmp_path / "run" / "stopped_batch.jsonl").is_file()
-    assert not (tmp_path / "run" / "adapter").exists()
+    assert (tmp_path / "run" / "learning_rate.png").is_file() and not (tmp_path / "run" / "adapter").exists()
+    batch = read_jsonl(tmp_path / "run" / "stopped_batch.jsonl")
+    assert len(batch) == 4 and batch[0]["per_token_logps"][0] == "nan"
