@@ -1,40 +1,26 @@
-"""What the two baselines share: arguments, caps, rows, tokens, the run's record and its end, exactly as in `opsd_train.py`.
+"""What the two baselines share before training: arguments, caps, rows, student, exactly as in `opsd_train.py`.
 
-Data flow: `parse` -> `prepare` -> `Rows` -> a trainer of TRL -> `finish`. The student is loaded, the adapter made and the rows selected by
-the functions that OPSD uses, so that a table can hold all three side by side.
+Data flow: `parse` -> `prepare` -> `read_rows` -> a trainer of TRL -> baselines/training.py. The student is loaded, the adapter made and
+the rows selected by the functions that OPSD uses, so that a table can hold all three side by side.
 """
 
 import copy
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import ModelConfig
 
 from opsd import prompts
 from opsd.args import DataArgs, HandoffArgs, OneLineParser, eval_regime
-from opsd.checkpoint import save_complete, staging_dir
 from opsd.data import load_rows
 from opsd.handoff import Handoff
 from opsd.method_args import option
-from opsd.model import base_hash, check_model_args, end_token_ids, load_config, load_student, load_tokenizer
+from opsd.model import check_model_args, end_token_ids, load_config, load_student, load_tokenizer
 from opsd.recipe import check_caps, read_caps
-from opsd.runinfo import append_jsonl, open_append_jsonl, write_json
-from opsd.setup_run import configure_logging, resolve_world, run_record
+from opsd.setup_run import configure_logging, resolve_world
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG_NAMES = {
-    "loss": "loss/objective",
-    "grad_norm": "optim/grad_norm",
-    "learning_rate": "optim/learning_rate",
-    "entropy": "policy/student_entropy",
-    "completions/mean_length": "rollout/mean_length",
-    "completions/clipped_ratio": "rollout/truncated_fraction",
-    "step_time": "time/step_s",
-}  # TRL's names -> ours; every other scalar stands under trl/
 
 logger = logging.getLogger("opsd.baselines")
 
@@ -171,84 +157,3 @@ def check_context(run: Run, tokens: int, remedy: str) -> None:
         raise ValueError(
             f"the longest sequence has {tokens} tokens, more than the model's context of {context.max_position_embeddings}; {remedy}"
         )
-
-
-class Progress(ProgressCallback):
-    """The progress bar without the dictionaries: metrics.jsonl has every number."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        return
-
-
-class StepLog(TrainerCallback):
-    """Every scalar TRL logs, one line per optimizer step in metrics.jsonl, under this project's names."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and state.global_step == 0:
-            self._path.unlink(missing_ok=True)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and "loss" in logs:
-            row = {LOG_NAMES.get(name, f"trl/{name}"): value for name, value in logs.items()}
-            with open_append_jsonl(self._path) as handle:
-                append_jsonl(handle, {"step": state.global_step, **row})
-
-
-def train_and_save(run: Run, trainer, counts: dict, argv: list[str], generated_tokens, *, base_may_move: bool) -> Path:
-    """Trains, writes `adapter/` and run.json; returns the adapter's folder.
-
-    `generated_tokens()` gives this process's sampled tokens at the end. run.json counts tokens over all processes: sampled, and through the
-    trained model (prompts included). `base_may_move`: the engine is fed by merging in place, so a changed base is recorded, not refused.
-    """
-    for own in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(own)
-    if not run.args.disable_tqdm:
-        trainer.add_callback(Progress())
-    trainer.add_callback(StepLog(run.output_dir / "metrics.jsonl"))
-    record = run_record(argv, (run.data, run.args, run.handoff, run.model, run.own), counts)
-    record |= {"trainer": type(trainer).__name__, "base_sha256_before": base_hash(trainer.model)}
-    zero = trainer.is_world_process_zero()
-    if zero:
-        write_json(run.output_dir / "run.json", record | {"status": "running"})
-    started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=run.args.resume_from_checkpoint)
-    seconds = time.perf_counter() - started
-    adapter_dir = save_complete(
-        trainer, "adapter", lambda: trainer.save_model(str(staging_dir(run.output_dir) / "adapter"))
-    )
-    sampled = torch.tensor(generated_tokens(), device=trainer.accelerator.device)
-    record |= {
-        "steps": trainer.state.global_step,
-        "tokens_generated": int(trainer.accelerator.reduce(sampled, reduction="sum")),
-        "tokens_trained": int(trainer.state.num_input_tokens_seen),
-        "wall_seconds": seconds,
-        "gpu_seconds": seconds * run.args.world_size if torch.cuda.is_available() else 0.0,
-        "base_sha256_after": base_hash(trainer.model),
-    }
-    if zero:
-        write_json(run.output_dir / "run.json", record | {"status": "finished"})
-    if record["base_sha256_after"] != record["base_sha256_before"]:
-        if not base_may_move:
-            raise RuntimeError(
-                "the base weights changed during training, so the adapter is incomplete; discard this run"
-            )
-        logger.warning(
-            "the base weights drifted: TRL merges the adapter into them for vLLM; run.json holds both hashes"
-        )
-    return adapter_dir
-
-
-def evaluate(run: Run, adapter_dir: Path | None) -> None:
-    """The hand-off of `opsd_train.py`: without an adapter before training, with it after training, and then the comparison."""
-    if run.args.process_index != 0:
-        return
-    if adapter_dir is None:
-        if run.data.evaluate_before:
-            run.evaluator.run("before", adapter=None)
-    elif run.data.evaluate_after:
-        run.evaluator.run("after", adapter=adapter_dir)
-        if run.data.evaluate_before:
-            run.evaluator.compare("before", "after")

@@ -27,7 +27,8 @@ for key, value in library_environment(os.cpu_count()).items():
 def main(argv: list[str]) -> None:
     from trl import GRPOConfig
 
-    from baselines.common import evaluate, parse, prepare
+    from baselines.common import parse, prepare
+    from baselines.training import evaluate
 
     parsed = parse(GRPOConfig, argv)
     check_grpo_args(parsed[1])
@@ -100,7 +101,8 @@ def build(run, model, tokenizer):
 
 def train(run, argv: list[str]) -> Path:
     """One run; returns the folder of the adapter."""
-    from baselines.common import load, train_and_save
+    from baselines.common import load
+    from baselines.training import train_and_save
 
     model, tokenizer = load(run)
     trainer, reward, counts = build(run, model, tokenizer)

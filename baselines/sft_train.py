@@ -26,7 +26,8 @@ IGNORED = -100  # the label of tokens without a loss
 def main(argv: list[str]) -> None:
     from trl import SFTConfig
 
-    from baselines.common import evaluate, parse, prepare
+    from baselines.common import parse, prepare
+    from baselines.training import evaluate
 
     parsed = parse(SFTConfig, argv)
     check_sft_args(parsed[1])
@@ -65,7 +66,8 @@ def train(run, argv: list[str]) -> Path:
     """One run; returns the folder of the adapter."""
     from trl import SFTTrainer
 
-    from baselines.common import check_context, load, read_rows, train_and_save
+    from baselines.common import check_context, load, read_rows
+    from baselines.training import train_and_save
 
     model, tokenizer = load(run)
     rows = read_rows(run, tokenizer, run.data.privileged_column)
