@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd.adapter import check_adapter
+from opsd.canary import Canary
 
 logger = logging.getLogger(__name__)
 
@@ -56,28 +57,6 @@ class EngineDied(RuntimeError):
     """An engine that ran elsewhere is gone; its work has to be asked for again after a restart."""
 
 
-class Canary:
-    """Proof that an engine serves what it was given: the log-probabilities of one prompt must change when the weights do."""
-
-    PATIENCE = 5  # changed weights in a row that may leave the log-probabilities untouched
-
-    def __init__(self):
-        self.digest: str | None = None
-        self.logps: tuple[float, ...] = ()
-        self._unchanged = 0
-
-    def check(self, digest: str, logps: tuple[float, ...], served: str) -> None:
-        """Compares with the sync before. Raises RuntimeError when several changed weights in a row gave the same output."""
-        if self.digest is not None and self.digest != digest:
-            self._unchanged = self._unchanged + 1 if self.logps == logps else 0
-            if self._unchanged >= self.PATIENCE:
-                raise RuntimeError(
-                    f"the engine's output on the canary prompt has not changed over {self._unchanged} changed adapters (now "
-                    f"{served}): it does not serve them; check the vLLM version and the adapter's target modules"
-                )
-        self.digest, self.logps = digest, logps
-
-
 class VLLMEngine:
     """vLLM in this process. Adapters are served natively (never merged), each sync under a name and id of its own."""
 
@@ -100,6 +79,7 @@ class VLLMEngine:
         with_logps: bool = True,
         seed: int = 0,
     ):
+        import torch.distributed as dist
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -114,6 +94,8 @@ class VLLMEngine:
                 "max_cpu_loras": 1,
                 "max_lora_rank": vllm_lora_rank(max_lora_rank),
             }
+        if dist.is_initialized() and dist.get_world_size() > 1:  # one engine per process, on that process's own GPU
+            options["distributed_executor_backend"] = "external_launcher"
         self._llm = LLM(
             model=str(model_path),
             dtype=dtype,
@@ -279,6 +261,7 @@ class VLLMEngine:
             self._llm.sleep(level=1)
 
     def close(self) -> None:
+        """Stops the engine. vLLM ends this process's `torch.distributed` group with it, so nothing collective may follow."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

@@ -10,7 +10,8 @@ import time
 import urllib.error
 import urllib.request
 
-from opsd.rollout import Canary, EngineDied
+from opsd.canary import Canary
+from opsd.rollout import EngineDied
 from opsd.server_process import StartedServer
 
 logger = logging.getLogger(__name__)

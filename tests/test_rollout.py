@@ -1,14 +1,22 @@
 """vLLM in this process, for real, on CPU: what it serves is what it was given, and its log-probabilities are the model's."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from peft import PeftModel
 from random_qwen3 import save_adapter, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opsd.rollout import Canary, Rollout, SamplingSettings, VLLMEngine, in_order, vllm_lora_rank
+from opsd.canary import Canary
+from opsd.rollout import Rollout, SamplingSettings, VLLMEngine, in_order, vllm_lora_rank
 from opsd.rollout_transformers import keep_top
 
+ROOT = Path(__file__).resolve().parent.parent
 SAMPLING = SamplingSettings(1.1, 0.95, 20, 12)
 PROMPTS = [[10 + i, 20, 30, 40 + i] for i in range(5)]
 SEEDS = [7, 8, 9, 10, 11]
@@ -215,3 +223,52 @@ def test_streams_are_collected_whole():
         in_order(iter([(0, rollouts[0]), (0, rollouts[0])]), 2)
     with pytest.raises(RuntimeError, match="1 of 2 requests"):
         in_order(iter([(0, rollouts[0])]), 2)
+
+
+TWO = """
+import json, os, sys
+from opsd.runinfo import library_environment
+for key, value in library_environment(1).items():
+    os.environ.setdefault(key, value)
+import torch
+import torch.distributed as dist
+from opsd.rollout import SamplingSettings, VLLMEngine
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model, *adapters = sys.argv[1:]
+engine = VLLMEngine(
+    model, canary_ids=list(range(10, 30)), eos_ids={2}, max_model_len=64, dtype="float32", max_num_seqs=8,
+    gpu_memory_utilization=0.1, max_lora_rank=4, enforce_eager=True,
+)
+outputs = []
+for step, adapter in enumerate(adapters):
+    engine.sync(adapter, step)
+    count = 2 + 3 * rank  # different work on every process
+    rollouts = engine.generate([[10, 20, 30]] * count, SamplingSettings(1.1, 0.95, 20, 8), list(range(count)))
+    outputs.append([r.completion_ids for r in rollouts][:2])
+    total = torch.tensor(1.0)
+    dist.all_reduce(total)  # the trainer's own collectives go on beside the engines
+    outputs.append(total.item())
+engine.close()
+print("RESULT", json.dumps(outputs))
+"""
+
+
+@pytest.mark.slow
+def test_one_engine_in_each_of_two_training_processes(folder, adapters, engine, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    run = subprocess.run(
+        [*command, str(folder), *map(str, adapters)],
+        capture_output=True, text=True, timeout=600, env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    results = [json.loads(line.split("RESULT ")[1]) for line in run.stdout.splitlines() if "RESULT " in line]
+    assert run.returncode == 0 and len(results) == 2, run.stderr[-3000:]
+    assert results[0] == results[1]
+    alone = []
+    for step, adapter in enumerate(adapters):
+        engine.sync(adapter, step)
+        rollouts = engine.generate([[10, 20, 30]] * 2, SamplingSettings(1.1, 0.95, 20, 8), [0, 1])
+        alone += [[list(r.completion_ids) for r in rollouts], 2.0]
+    assert results[0] == alone

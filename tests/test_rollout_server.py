@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 import opsd.rollout_server
 import opsd.vllm_client
-from opsd.rollout import Canary, EngineDied, SamplingSettings
+from opsd.canary import Canary
+from opsd.rollout import EngineDied, SamplingSettings
 from opsd.rollout_server import ServerEngine
 from opsd.runinfo import library_environment
 from opsd.server_process import StartedServer, server_command, start_server
