@@ -47,7 +47,9 @@ class Handoff:
         logger.info("evaluating: %s", " ".join(command))
         code = subprocess.run(command).returncode
         if code == 2:
-            raise ValueError("the evaluation is refused, see the line above; correct it, or leave evaluate_before and evaluate_after out")
+            raise ValueError(
+                "the evaluation is refused, see the line above; correct it, or leave evaluate_before and evaluate_after out"
+            )
         if code:
             raise RuntimeError(
                 f"eval_aime.py ended with exit code {code}; the training result is complete, run it again by hand"

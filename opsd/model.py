@@ -143,7 +143,9 @@ def _targets(base: PreTrainedModel, wanted: str | set[str] | list[str]) -> str |
     names = [wanted] if isinstance(wanted, str) else sorted(wanted)
     for target in names:
         if not any(name == target or name.endswith("." + target) for name, _ in base.named_modules()):
-            raise ValueError(f"lora_target_modules={target} is no module of the model; use names such as q_proj, or {ALL_LINEAR}")
+            raise ValueError(
+                f"lora_target_modules={target} is no module of the model; use names such as q_proj, or {ALL_LINEAR}"
+            )
     return names
 
 
