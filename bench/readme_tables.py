@@ -1,0 +1,85 @@
+"""Writes the README's tables from the JSON files under results/; no number in them is typed.
+
+python -m bench.readme_tables            rewrites the blocks between `<!-- name -->` and `<!-- end name -->`
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from opsd.ledger import sweep_table
+from opsd.runinfo import exit_on_bad_input, read_json, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def sweep_block(results: Path, name: str) -> str:
+    record = read_json(results / f"sweep_{name}.json")
+    command = " ".join(record["command"])
+    return f"{sweep_table(record['rows'], record['against'])}\n\n`{command}`, data in `results/sweep_{name}.json`."
+
+
+def step_block(results: Path) -> str:
+    record = read_json(results / "bench_step.json")
+    lines = [
+        "| what | variant | completion | micro-batch | recomputation | s | floor s | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        what = "32 rollouts, one step" if row["part"] == "step" else "4 sequences, teacher prompts of 3,000 to 8,000"
+        floor = "" if "floor_s" not in row else f"{row['floor_s']:.2f}"
+        lines.append(
+            f"| {what} | {row['variant']} | {row.get('completion', 1024):,} | {row.get('micro_batch', 4)} | "
+            f"{'on' if row['recompute'] else 'off'} | {row['seconds']:.2f} | {floor} | {row['peak_gib']:.1f} |"
+        )
+    return (
+        "\n".join(lines)
+        + f"\n\n`python -m bench.step {' '.join(record['command'])}`, data in `results/bench_step.json`."
+    )
+
+
+def rollout_block(results: Path) -> str:
+    record = read_json(results / "bench_rollout.json")
+    lines = [
+        "| engine | sampled from | s for 32 x 1,024 tokens | ms a step | tokens/s | sync s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        lines.append(
+            f"| {row['engine']} | {row['case']} | {min(row['seconds']):.2f} | {row['ms_per_step']:.2f} | {row['tokens_per_s']:,.0f} | "
+            f"{row['sync_s']:.2f} |"
+        )
+    floor = f"Floor of a decode step: {record['floor_ms_per_step']:.2f} ms."
+    return (
+        "\n".join(lines)
+        + f"\n\n{floor} `python -m bench.rollout {' '.join(record['command'])}`, data in `results/bench_rollout.json`."
+    )
+
+
+def blocks(results: Path) -> dict[str, str]:
+    """Every generated block of the README whose data exists."""
+    found = {"step": step_block(results), "rollout": rollout_block(results)}
+    for name in ("tiny", "ablations"):
+        if (results / f"sweep_{name}.json").is_file():
+            found[name] = sweep_block(results, name)
+    return found
+
+
+def fill(readme: str, generated: dict[str, str]) -> str:
+    """`readme` with each block replaced. Raises ValueError for a block that the text has no place for."""
+    for name, text in generated.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if not pattern.search(readme):
+            raise ValueError(f"README.md has no block {name!r}; add <!-- {name} --> and <!-- end {name} -->")
+        readme = pattern.sub(lambda match, text=text: match[1] + text + "\n" + match[2], readme)
+    return readme
+
+
+def main(argv: list[str]) -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False).parse_args(argv)
+    path = ROOT / "README.md"
+    write_text(path, fill(path.read_text(encoding="utf-8"), blocks(ROOT / "results")))
+
+
+if __name__ == "__main__":
+    exit_on_bad_input(main)
