@@ -6,7 +6,7 @@
 # Precedence, highest first: flags, OPSD_NAME environment variables, the recipe, its base recipe (OPSD_BASE_RECIPE, --base_recipe), the
 # defaults of opsd/args.py.
 # OPSD_DRY_RUN=1 prints every value with its source and the command, and stops. Further variables: OPSD_NUM_PROCESSES (per host; default:
-# the visible GPUs, or 1), OPSD_ACCELERATE_CONFIG (a name or path), OPSD_PYTHON, OPSD_CACHE; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
+# the visible GPUs, or 1), OPSD_ACCELERATE_CONFIG (a name or path), OPSD_PYTHON, OPSD_CACHE, OPSD_VLLM_API_KEY; NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 set -euo pipefail
 
 # The caps. They are changed here and nowhere else: opsd/recipe.py reads these two lines, for this launcher and for opsd_train.py.
