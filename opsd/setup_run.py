@@ -80,8 +80,8 @@ def build_trainer(
     context = config.get_text_config().max_position_embeddings
     if longest > context:
         raise ValueError(
-            f"max_completion_length={args.max_completion_length} and the longest prompt make {longest} tokens, more than the model's "
-            f"context of {context}; lower max_completion_length or max_teacher_prompt_length"
+            f"max_completion_length={args.max_completion_length} and reason_first_tokens={args.reason_first_tokens} make the longest "
+            f"sequence {longest} tokens, more than the model's context of {context}; lower one of them, or max_teacher_prompt_length"
         )
     eos_ids = end_token_ids(name, tokenizer, revision)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

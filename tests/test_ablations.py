@@ -5,13 +5,17 @@ import math
 from pathlib import Path
 
 import pytest
-from made_up_rows import make_row, write_lines
-from random_qwen3 import save_model
+from made_up_rows import write_lines
 
 from opsd.args import training_parser
 from opsd.launch import resolve
 from opsd.runinfo import read_jsonl
+from opsd.setup_run import resolve_world
 from opsd_train import train
+from tiny import world
+from tiny.build import world_digest
+from tiny.pretrain import PretrainSettings, make_model
+from tiny.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ABLATIONS = sorted((ROOT / "recipes" / "ablations").glob("*.env"))
@@ -24,9 +28,9 @@ NAMED_BY_THE_ISSUE = {
 
 
 FOR_TWO_STEPS = {
-    "weight_average": ["--wavg_last=2"],  # two steps have no last twenty
-    "reason_first": ["--reason_first_tokens=8"],
-    "token_clip": ["--entry_clip=1"],  # every token of a random model is above 0.05, so that nothing would move
+    "weight_average": {"wavg_last": 2},  # two steps have no last twenty
+    "reason_first": {"reason_first_tokens": 8},
+    "completion_2048": {"max_completion_length": 400},  # the tiny world's context has 512 positions
 }
 
 
@@ -43,22 +47,15 @@ def seed_recipe():
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A base recipe for a random model: the whole way from rows to adapter in about a second."""
-    root = tmp_path_factory.mktemp("base")
-    model = save_model(root / "model", max_position_embeddings=8192)
-    rows = write_lines(
-        root / "rows.jsonl", [make_row(i, COT_Reason=f"trace {i}", solution=f"So {i}.") for i in range(12)]
-    )
-    settings = {
-        "model_name_or_path": model, "train_file": rows, "use_peft": "true", "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0,
-        "lora_target_modules": "q_proj v_proj down_proj", "max_steps": 2, "rollouts_per_step": 4, "learning_rate": "1e-3",
-        "max_completion_length": 12, "rollout_engine": "transformers", "temperature": 1.1, "top_p": 0.95, "top_k": 20,
-        "distill_temperature": 1.1, "entry_clip": 0.05, "dtype": "float32", "save_strategy": "no",
-    }  # fmt: skip
-    path = root / "base.env"
-    path.write_text("".join(f"export OPSD_{name.upper()}='{value}'\n" for name, value in settings.items()))
-    return path
+def cache(tmp_path_factory):
+    """The tiny world as recipes/tiny.env finds it, with its model not yet pretrained: what is tested is that everything runs."""
+    root = tmp_path_factory.mktemp("cache")
+    folder = root / f"tiny-0-{world_digest(0, PretrainSettings())}"
+    words = build_tokenizer()
+    make_model(words, seed=0).save_pretrained(folder / "model")
+    words.save_pretrained(folder / "model")
+    write_lines(folder / "train.jsonl", world.make_rows(0)[0])
+    return root
 
 
 def test_every_ablation_of_the_issue_has_its_recipe():
@@ -86,15 +83,23 @@ def test_an_ablation_holds_its_difference_and_nothing_else(path, seed_recipe):
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)
-def test_an_ablation_trains_two_steps(path, base, tmp_path):
-    flags = ["--base_recipe", str(base), "--output_dir", str(tmp_path / "run"), "--disable_tqdm=true"]
-    flags += FOR_TWO_STEPS.get(path.stem, [])
-    arguments = resolve([str(path), *flags], {}, gpus=0).training_arguments
+def test_an_ablation_trains_two_steps_on_the_tiny_world(path, cache, tmp_path):
+    flags = {
+        "base_recipe": "recipes/tiny.env", "output_dir": tmp_path / "run", "max_steps": 2, "warmup_steps": 0, "rollouts_per_step": 4,
+        "max_completion_length": 12, "rollout_engine": "transformers", "max_train_rows": 16, "evaluate_before": "false",
+        "evaluate_after": "false", "disable_tqdm": "true", "save_strategy": "no",
+    }  # fmt: skip
+    flags |= FOR_TWO_STEPS.get(path.stem, {})
+    arguments = resolve(
+        [str(path), *(f"--{name}={value}" for name, value in flags.items())], {}, gpus=0
+    ).training_arguments
     data_args, args, handoff, model_args = training_parser().parse_args_into_dataclasses(arguments)
+    resolve_world(data_args, handoff, model_args, cache)
     adapter = train(data_args, args, handoff, model_args, None)
     assert (adapter / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "run" / "adapter_wavg").is_dir() == (path.stem == "weight_average")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(row["loss/objective"]) and row["optim/grad_norm"] > 0 for row in rows)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["status"] == "finished"
+    assert record["status"] == "finished" and record["arguments"]["OPSDConfig"]["token_weight"] == args.token_weight
