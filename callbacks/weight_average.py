@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,10 @@ class WeightAverage(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = model
+        if any(isinstance(parameter, DTensor) or parameter.numel() == 0 for _, parameter in self._trainable()):
+            raise ValueError(
+                f"wavg_last={self._last} needs whole weights on every process; use DDP or ZeRO-2, or wavg_last=0"
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step <= state.max_steps - self._last:

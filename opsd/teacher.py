@@ -23,7 +23,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from opsd.args import OPSDConfig
 from opsd.batch import ModelInputs
@@ -82,16 +81,18 @@ def exchanged(matrices: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None
 class Teacher:
     """Scores the student's tokens with the weights of `args.teacher_kind`."""
 
-    def __init__(self, args: OPSDConfig, student: PreTrainedModel, student_tap: HiddenTap):
+    def __init__(self, args: OPSDConfig, student: PreTrainedModel, student_tap: HiddenTap, *, sharded: bool = False):
+        """`sharded`: whether the student's weights will be spread over processes (FSDP, ZeRO-3)."""
         self._kind = args.teacher_kind
         self._decay = args.teacher_ema_decay
         self._student, self._tap, self._model = student, student_tap, student
         self._averages: dict[str, torch.Tensor] = {}  # adapted layer -> (out, in)
+        self._identities: dict[tuple[int, float], torch.Tensor] = {}
         self._updates = 0
         self._matrices: dict[torch.nn.Parameter, torch.Tensor] = {}
-        if self._kind in ("ema", "adapter") and is_deepspeed_zero3_enabled():
+        if self._kind in ("ema", "adapter") and sharded:
             raise ValueError(
-                f"teacher_kind={self._kind} needs whole weights on every process; use ZeRO-2 or teacher_kind=base"
+                f"teacher_kind={self._kind} needs whole weights on every process; use DDP or ZeRO-2, or teacher_kind=base"
             )
         if self._kind == "ema":
             layers = lora_layers(student).items()
@@ -129,9 +130,12 @@ class Teacher:
         """Every average as a pair (B, A) for its LoRA layer, with the identity on the smaller side."""
         matrices = {}
         for name, layer in lora_layers(self._student).items():
-            average = self._averages[name] / layer.scaling[ADAPTER]
+            average, scaling = self._averages[name], layer.scaling[ADAPTER]
             out_features, in_features = average.shape
-            identity = torch.eye(min(out_features, in_features), device=average.device)
+            size = min(out_features, in_features), scaling
+            if size not in self._identities:  # undoes the layer's own scaling
+                self._identities[size] = torch.eye(size[0], device=average.device) / scaling
+            identity = self._identities[size]
             pair = (average, identity) if in_features <= out_features else (identity, average)
             matrices |= pair_for(layer, *pair)
         return matrices

@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from peft import PeftModel
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from opsd.adapter import check_adapter
 from opsd.args import OPSDConfig
@@ -67,7 +68,7 @@ class OPSDTrainer(Trainer):
         self.sampling = SamplingSettings(
             args.temperature, args.top_p, args.top_k, args.max_completion_length, args.ignore_eos
         )
-        self.teacher = Teacher(args, model, self._tap)
+        self.teacher = Teacher(args, model, self._tap, sharded=self.is_fsdp_enabled or is_deepspeed_zero3_enabled())
         self.objective = Objective(args, self._tap.head, self.teacher.head)
         self.stateful = [self.teacher]  # saved into every checkpoint and restored from it: save(folder, step), load(folder)
         if args.reason_first_tokens:

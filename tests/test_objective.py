@@ -90,6 +90,8 @@ def test_options_mean_what_the_definition_says(options, reduction):
     expected, _ = generalized_jsd(student, teacher, mask, reduction=reduction, **definition)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert row["loss/objective"] == pytest.approx(expected.item(), rel=1e-5)
+    if "loss_top_k" in options:
+        assert 0.3 < row["loss/teacher_top_k_mass"] < 1 and 0 < row["loss/student_top_k_mass"] < 1
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])

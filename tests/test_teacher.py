@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from opsd.args import OPSDConfig
 from opsd.batch import build_inputs
 from opsd.model import HiddenTap, base_hash
-from opsd.teacher import EMA_FILE, completion_hidden
+from opsd.teacher import EMA_FILE, Teacher, completion_hidden
 from opsd.teacher_load import ADAPTER, check_teacher, lora_layers
 
 
@@ -127,8 +127,6 @@ def test_a_frozen_adapter_on_layers_that_the_student_lacks_is_refused(folder, to
     trainer = make_trainer(folder, tokenizer, tmp_path)
     narrow = get_peft_model(trainer.model.unload(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     args = OPSDConfig(max_steps=1, use_cpu=True, teacher_kind="adapter", teacher_adapter=str(tmp_path / "frozen"))
-    from opsd.teacher import Teacher
-
     with pytest.raises(ValueError, match="adapts model.layers.0.mlp.down_proj, which the student does not"):
         Teacher(args, narrow, None)
 
@@ -207,3 +205,19 @@ def test_the_live_teacher_moves_with_the_student(folder, tokenizer, tmp_path):
     )
     live.train()
     assert losses(live) == [0.0, 0.0, 0.0]  # equal contexts and equal weights: nothing to learn, ever
+
+
+@pytest.mark.parametrize("kind", ["ema", "adapter"])
+def test_sharded_weights_are_refused(folder, kind, tmp_path):
+    options = {"teacher_adapter": str(tmp_path)} if kind == "adapter" else {}
+    args = OPSDConfig(max_steps=1, use_cpu=True, teacher_kind=kind, **options)
+    with pytest.raises(ValueError, match=f"teacher_kind={kind} needs whole weights on every process"):
+        Teacher(args, None, None, sharded=True)
+
+
+def test_the_base_teacher_is_the_model_in_memory_not_the_one_on_disk(folder, tokenizer, tmp_path):
+    trainer = make_trainer(folder, tokenizer, tmp_path)
+    before = trainer.teacher.hidden(some_inputs(trainer))
+    with torch.no_grad():
+        trainer.model.get_base_model().model.norm.weight.mul_(2.0)  # a base that was edited after it was loaded
+    torch.testing.assert_close(trainer.teacher.hidden(some_inputs(trainer)), 2 * before)
