@@ -1,0 +1,242 @@
+"""What the entry clamp does to loss and gradient, token by token, on rollouts of an untrained student. docs/clamp.md reads its JSON.
+
+    python bench/clamp_study.py --world smollm2 --rows gsm8k_train.jsonl --output results/clamp_smollm2.json
+    python bench/clamp_study.py --world tiny --temperature 1 --top_p 1 --top_k 0 --output results/clamp_tiny.json
+
+The first `--problems` rows, one completion each with a fixed seed, sampled as the recipe samples. Both roles are scored on it by the base
+model, as at the first step of a run: the student sees the problem, the teacher also the reference solution. Per token, with the closed form
+of opsd/fused_divergence.py at beta 0: entries, objective, and the gradient to the student's last hidden state with and without the clamp.
+
+"aligned": <g, g_true> / |g_true|^2, summed over tokens above and below: by how much a small step along -g lowers the true divergence, where
+the unclamped gradient has 1. "kept": sum of |g| over sum of |g_true|. "cosine": of the two gradients over all tokens together.
+"""
+
+import argparse
+import collections
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from opsd.args import DataArgs
+from opsd.data import load_rows
+from opsd.divergence import divergence_entries
+from opsd.fused_divergence import closed_form
+from opsd.model import end_token_ids, load_tokenizer
+from opsd.prompts import render_ids, student_messages, teacher_messages
+from opsd.rollout import SamplingSettings, derive_seed
+from opsd.rollout_transformers import TransformersEngine
+from opsd.runinfo import exit_on_bad_input, git_state, package_versions, sha256_file, write_json
+
+CLIPS = (1e-6, 1e-3, 0.01, 0.05, 0.2, 1.0)
+CLIP = 0.05  # the recipe's
+POSITIONS = (0, 1, 2, 4, 8, 16, 32, 64, 128, math.inf)
+CERTAINTY = (0.0, 0.5, 0.9, 0.99, 1.0 + 1e-6)  # the teacher's largest probability
+CHUNK = 64  # tokens whose logits are alive at once
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--world", choices=("tiny", "smollm2"), required=True, help="Which built-in model to study.")
+    parser.add_argument("--rows", type=Path, help="Rows with problem and solution; the tiny world brings its own.")
+    parser.add_argument(
+        "--cache_dir", type=Path, default=Path.home() / ".cache" / "opsd", help="Where worlds are built."
+    )
+    parser.add_argument("--problems", type=int, default=32, help="Rows used, from the start of the file.")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="Tokens per completion.")
+    parser.add_argument("--temperature", type=float, default=1.1, help="Of sampling and of both softmaxes.")
+    parser.add_argument("--top_p", type=float, default=0.95, help="Nucleus mass; 1 = off.")
+    parser.add_argument("--top_k", type=int, default=20, help="Candidates per token; 0 = off.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the completions.")
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write.")
+    return parser.parse_args(argv)
+
+
+def locate(arguments: argparse.Namespace) -> tuple[Path, Path, bool]:
+    """(model folder, rows, whether the teacher thinks) of the world."""
+    if arguments.world == "tiny":
+        from tiny.build import build_tiny_world
+
+        if arguments.rows is not None:
+            raise ValueError(f"rows={arguments.rows} contradicts world=tiny, which brings its own rows; remove it")
+        world = build_tiny_world(arguments.cache_dir, 0)
+        return world / "model", world / "train.jsonl", True
+    from tiny.smollm2 import build_smollm2
+
+    if arguments.rows is None:
+        raise ValueError("rows is not given; world=smollm2 needs a file with problem and solution")
+    return build_smollm2(arguments.cache_dir), arguments.rows, False
+
+
+@torch.no_grad()
+def measure_tokens(student, teacher, weight, clip: float, true: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Per-token numbers `(n,)` from logits `(n, V)` after the temperature and the unclamped gradient `true` to the hidden state `(n, H)`.
+
+    Gradients reach the hidden state through `weight` `(V, H)`.
+    """
+    student_log_probs, teacher_log_probs = student.log_softmax(-1), teacher.log_softmax(-1)
+    entries = divergence_entries(student_log_probs, teacher_log_probs, 0.0)
+    above = entries > clip
+    objective, divergence, clamped, clipped_gradient = closed_form(student, teacher, 0.0, clip, "entry")
+    clipped = clipped_gradient @ weight  # (n, H)
+    columns = {
+        "divergence": divergence,
+        "objective": objective,
+        "clamped": clamped,
+        "teacher_mass": (teacher_log_probs.exp() * above).sum(-1),
+        "student_mass": (student_log_probs.exp() * above).sum(-1),
+        "positive": entries.clamp(min=0).sum(-1),
+        "excess": (entries - clip).clamp(min=0).sum(-1),
+        "top": teacher_log_probs.max(-1).values.exp(),
+        "top_clamped": above.gather(-1, teacher_log_probs.argmax(-1, keepdim=True))[:, 0],
+        "true_norm": true.norm(dim=-1),
+        "clipped_norm": clipped.norm(dim=-1),
+        "dot": (true * clipped).sum(-1),
+        "pushed_down": ((clipped_gradient > 0) & above).sum(-1),  # clamped entries whose logit a step lowers
+    }
+    return {name: value.double() for name, value in columns.items()}
+
+
+def summary(t: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Means and ratios over the tokens of `t`."""
+    any_clamped = t["clamped"] > 0
+    n = len(any_clamped)
+    true_square = t["true_norm"].square().sum()
+    return {
+        "tokens": n,
+        "divergence": (t["divergence"].sum() / n).item(),
+        "objective": (t["objective"].sum() / n).item(),
+        "negative_objective": (t["objective"] < 0).double().mean().item(),
+        "clamped_tokens": any_clamped.double().mean().item(),
+        "clamped_entries_of_a_clamped_token": (t["clamped"].sum() / any_clamped.sum().clamp(min=1)).item(),
+        "divergence_of_clamped_tokens": (t["divergence"][any_clamped].sum() / t["divergence"].sum()).item(),
+        "teacher_mass_clamped": t["teacher_mass"].mean().item(),
+        "student_mass_clamped": t["student_mass"].mean().item(),
+        "positive_entries_above": (t["excess"].sum() / t["positive"].sum()).item(),
+        "clamped_token_clamps_teachers_top": t["top_clamped"][any_clamped].mean().item() if any_clamped.any() else 0.0,
+        "clamped_entries_pushed_down": (t["pushed_down"].sum() / t["clamped"].sum().clamp(min=1)).item(),
+        "cosine": (t["dot"].sum() / (true_square * t["clipped_norm"].square().sum()).sqrt()).item(),
+        "kept": (t["clipped_norm"].sum() / t["true_norm"].sum()).item(),
+        "aligned": (t["dot"].sum() / true_square).item(),
+        "against": (t["dot"] < 0).double().mean().item(),
+    }
+
+
+def select(t: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: value[rows] for name, value in t.items()}
+
+
+def bins(t: dict[str, torch.Tensor], key: torch.Tensor, edges: tuple[float, ...]) -> list[dict]:
+    """A summary of every half-open bin [low, high) of `key` that has tokens."""
+    found = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        rows = (key >= low) & (key < high)
+        if rows.any():
+            found.append({"from": low, "to": None if math.isinf(high) else min(high, 1.0) if high < 2 else high})
+            found[-1] |= summary(select(t, rows))
+    return found
+
+
+def matched(t: dict[str, torch.Tensor], mode: str) -> dict[str, float]:
+    """The token-wise cap under which `mode` keeps as much gradient as the entry clamp, and what it does to the rest."""
+
+    def weights(cap: float) -> torch.Tensor:
+        above = t["divergence"] > cap
+        return torch.where(above, cap / t["divergence"] if mode == "direction" else 0.0, 1.0)
+
+    goal, low, high = t["clipped_norm"].sum(), 1e-9, t["divergence"].max().item()
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (weights(middle) * t["true_norm"]).sum() < goal else (low, middle)
+    norms, dots = weights(high) * t["true_norm"], weights(high) * t["true_norm"].square()
+    true_square = t["true_norm"].square().sum()
+    return {
+        "cap": high,
+        "capped_tokens": (t["divergence"] > high).double().mean().item(),
+        "kept": (norms.sum() / t["true_norm"].sum()).item(),
+        "cosine": (dots.sum() / (true_square * norms.square().sum()).sqrt()).item(),
+        "aligned": (dots.sum() / true_square).item(),
+        "against": 0.0,
+    }
+
+
+def main(argv: list[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    arguments = parse(argv)
+    model_dir, rows_file, teacher_thinking = locate(arguments)
+    tokenizer = load_tokenizer(str(model_dir))
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa").eval()
+    rules = (
+        {"answer_pattern": r"-?\d{1,6}", "min_trace_tokens": 2000} if arguments.world == "tiny" else {}
+    )  # as the recipes do
+    data = DataArgs(train_file=str(rows_file), max_train_rows=arguments.problems, **rules)
+    rows = [row.values for row in load_rows(data)[0]]
+    prompts = [render_ids(tokenizer, student_messages(r["problem"]), enable_thinking=False) for r in rows]
+    teachers = [
+        render_ids(tokenizer, teacher_messages(r["problem"], r["solution"]), enable_thinking=teacher_thinking)
+        for r in rows
+    ]
+    sampling = SamplingSettings(arguments.temperature, arguments.top_p, arguments.top_k, arguments.max_new_tokens)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    engine = TransformersEngine(model, eos_ids=end_token_ids(str(model_dir), tokenizer), pad_id=pad, batch_size=16)
+    seeds = [derive_seed(arguments.seed, "clamp", i) for i in range(len(rows))]
+    rollouts = engine.generate(prompts, sampling, seeds)
+
+    weight = model.get_output_embeddings().weight.detach()  # (V, H)
+    tables = {clip: collections.defaultdict(list) for clip in CLIPS}
+    positions, excess = [], collections.Counter()
+    for rollout, teacher_prompt in zip(rollouts, teachers, strict=True):
+        completion = list(rollout.completion_ids)
+        student, teacher = (
+            hidden_at_completion(model, prompt, completion) for prompt in (rollout.prompt_ids, teacher_prompt)
+        )
+        positions += range(len(completion))
+        for start in range(0, len(completion), CHUNK):
+            part = slice(start, start + CHUNK)
+            logits, teacher_logits = (h[part] @ weight.T / arguments.temperature for h in (student, teacher))
+            true = closed_form(logits, teacher_logits, 0.0, math.inf, "none")[3] @ weight
+            for clip in CLIPS:
+                for name, value in measure_tokens(logits, teacher_logits, weight, clip, true).items():
+                    tables[clip][name].append(value)
+            entries = divergence_entries(logits.log_softmax(-1), teacher_logits.log_softmax(-1), 0.0)
+            for row, column in (entries > CLIP).nonzero().tolist():
+                excess[column] += entries[row, column].item() - CLIP
+    tables = {clip: {name: torch.cat(parts) for name, parts in table.items()} for clip, table in tables.items()}
+    t, position = tables[CLIP], torch.tensor(positions)
+    total = sum(excess.values())
+    result = {
+        "schema": "opsd-clamp/1",
+        **git_state(),
+        "versions": package_versions(),
+        "world": arguments.world,
+        "rows": {"file": rows_file.name, "sha256": sha256_file(rows_file), "used": len(rows)},
+        "settings": {k: v for k, v in vars(arguments).items() if k in SETTINGS} | {"entry_clip": CLIP, "beta": 0.0},
+        "all": summary(t),
+        "by_position": bins(t, position, POSITIONS),
+        "by_teacher_certainty": bins(t, t["top"], CERTAINTY),
+        "clamped_tokens_only": summary(select(t, t["clamped"] > 0)),
+        "by_clip": [{"entry_clip": clip} | summary(tables[clip]) for clip in CLIPS],
+        "matched_caps": {mode: matched(t, mode) for mode in ("token", "direction")},
+        "largest_clamped_entries": [
+            {"token": tokenizer.decode([i]), "share_of_excess": value / total} for i, value in excess.most_common(15)
+        ],
+    }
+    write_json(arguments.output, result)
+
+
+SETTINGS = ("problems", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+
+
+@torch.no_grad()
+def hidden_at_completion(model, prompt_ids, completion: list[int]) -> torch.Tensor:
+    """Last hidden states `(T, H)` that predict the completion."""
+    ids = torch.tensor([[*prompt_ids, *completion]])
+    return model.base_model(input_ids=ids).last_hidden_state[0, len(prompt_ids) - 1 : -1]
+
+
+if __name__ == "__main__":
+    exit_on_bad_input(main)
