@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import HFValidationError
 from peft import PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -73,9 +74,8 @@ def load_config(name_or_path: str, revision: str = "main"):
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision)
     except (OSError, HFValidationError) as error:
-        first = str(error).strip().splitlines()[0]
         raise FileNotFoundError(
-            f"model_name_or_path={name_or_path} could not be read ({first}); check the name or the network"
+            f"model_name_or_path={name_or_path} could not be read ({_first_line(error)}); check the name or the network"
         ) from None
 
 
@@ -86,8 +86,23 @@ def looks_local(name_or_path: str) -> bool:
 
 def load_tokenizer(name_or_path: str, revision: str = "main") -> PreTrainedTokenizerBase:
     """The tokenizer; one without an end token is refused. The pad token only fills padded batches and is never compared with."""
-    load_config(name_or_path, revision)
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+    config = load_config(name_or_path, revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the tokenizer of model_name_or_path={name_or_path} cannot be read ({_first_line(error)}); save it again"
+        ) from None
+    if not tokenizer("1 + 1", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"the tokenizer of model_name_or_path={name_or_path} knows no text; is its tokenizer.json missing?"
+        )
+    largest, size = max(tokenizer.get_vocab().values()), config.get_text_config().vocab_size
+    if largest >= size:
+        raise ValueError(
+            f"model_name_or_path={name_or_path} has a vocabulary of {size}, its tokenizer ids up to {largest}; give the tokenizer that "
+            "belongs to the model"
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of model_name_or_path={name_or_path} has no end token (eos); set one in its config"
@@ -108,6 +123,33 @@ def end_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase, revisio
     return ids | set(declared if isinstance(declared, list) else [declared])
 
 
+def load_base(name_or_path: str, *, revision: str = "main", **options) -> PreTrainedModel:
+    """A causal language model whose every weight comes from its safetensors files: no pickle is read, no weight is made up.
+
+    `options`: dtype and attn_implementation. Raises ValueError for missing, torn or incomplete files.
+    """
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name_or_path, revision=revision, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"model_name_or_path={name_or_path}: the weights cannot be read ({_first_line(error)}); give a complete model in "
+            "safetensors files"
+        ) from None
+    wrong = [str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(info[kind])]
+    if wrong:
+        raise ValueError(
+            f"model_name_or_path={name_or_path}: {len(wrong)} weights are missing or of another shape, first {wrong[0]}; give a complete "
+            "model"
+        )
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def load_student(
     model_args: ModelConfig, *, attn_implementation: str | None, seed: int, device: str | torch.device
 ) -> PeftModel:
@@ -118,7 +160,7 @@ def load_student(
     check_model_args(model_args)
     load_config(model_args.model_name_or_path, model_args.model_revision)
     dtype = "auto" if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
-    base = AutoModelForCausalLM.from_pretrained(
+    base = load_base(
         model_args.model_name_or_path,
         revision=model_args.model_revision,
         dtype=dtype,

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from opsd.adapter import check_adapter
 from opsd.attention import attention
+from opsd.model import load_base
 from opsd.rollout import Rollout, SamplingSettings, in_order
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class TransformersEngine:
         cls, model_path: str, *, dtype: str, device: str, eos_ids: set[int], pad_id: int, batch_size: int = 64
     ):
         """An engine with its own copy of the base model, for evaluation."""
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device)
+        model = load_base(model_path, dtype=getattr(torch, dtype)).to(device)
         return cls(model, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size)
 
     def sync(self, adapter_dir: Path | None, step: int) -> None:

@@ -158,7 +158,7 @@ def _parquet_rows(path: Path, columns: list[str] | None, field: str) -> Iterator
                     yield SourceRow(number, values)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
-            f"{field}={path} is not readable as parquet after row {number} ({_first_line(error)})"
+            f"{field}={path} is not readable as parquet after row {number} ({_first_line(error)}); repair the file"
         ) from error
 
 

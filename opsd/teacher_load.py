@@ -7,11 +7,11 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opsd.adapter import WEIGHTS, check_adapter, read_adapter_config
 from opsd.args import OPSDConfig
-from opsd.model import load_config, load_tokenizer
+from opsd.model import load_base, load_config, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def adapter_matrices(student: PeftModel, adapter_dir: Path) -> dict[torch.nn.Par
 
 def load_teacher(name_or_path: str, student: PreTrainedModel) -> PreTrainedModel:
     """Another model as a frozen teacher, in the student's dtype, attention and device."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_base(
         name_or_path, dtype=student.dtype, attn_implementation=student.config._attn_implementation
     ).to(student.device)
     rows, own_rows = model.get_output_embeddings().weight.shape[0], student.get_output_embeddings().weight.shape[0]
