@@ -185,7 +185,9 @@ def _apply_template(tokenizer, messages: list[dict], *, enable_thinking: bool) -
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
         )
     except TemplateError as error:
-        raise ValueError(f"the chat template of {_name(tokenizer)} refused the prompt: {error}; correct the template, or use another tokenizer") from error
+        raise ValueError(
+            f"the chat template of {_name(tokenizer)} refused the prompt: {error}; correct the template, or use another tokenizer"
+        ) from error
 
 
 def _name(tokenizer) -> str:
