@@ -1,13 +1,9 @@
 """The rollout engine on other GPUs or hosts: one or more vLLM servers, adapters loaded at run time over HTTP, token ids in and out.
 
-Same interface as `opsd.rollout.VLLMEngine`. A server is started with the command of `opsd/server_process.py`, by hand for example
-
-    VLLM_API_KEY=$OPSD_VLLM_API_KEY VLLM_ALLOW_RUNTIME_LORA_UPDATING=True CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --host 127.0.0.1 \\
-        --port 8001 --dtype bfloat16 --enable-lora --max-loras 1 --max-cpu-loras 1 --max-lora-rank 64 \\
-        --logprobs-mode processed_logprobs --generation-config vllm
-
-and serves one run at a time. It reads the adapter's folder by itself: the same host, or a path on a file system that both see.
-Whoever has the key can make it read any folder, so it listens on loopback unless told otherwise, and never without a key.
+Same interface as `opsd.rollout.VLLMEngine`. A server is started with `python -m opsd.server_process` (or by hand with `vllm serve`: see
+`server_command` and `server_environment` there) and serves one run at a time. It reads the adapter's folder by itself: the same host, or
+a path on a file system that both see. Whoever has the key can make it read any folder, so it listens on loopback unless told otherwise,
+and never without a key.
 """
 
 import json

@@ -1,8 +1,11 @@
 """Starts a vLLM server for `opsd/rollout_server.py`: its command, its environment, its log, and its end with this process.
 
+    OPSD_VLLM_API_KEY=... CUDA_VISIBLE_DEVICES=1 python -m opsd.server_process --model Qwen/Qwen3-1.7B --port 8001 --max_model_len 3072
+
 The key travels in the environment, where other users of the host cannot read it, and never on the command line.
 """
 
+import argparse
 import logging
 import os
 import signal
@@ -14,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd.eval_worker import die_with_parent
+from opsd.recipe import process_environment
 from opsd.rollout import EngineDied, vllm_lora_rank
+from opsd.runinfo import exit_on_bad_input, hardware, library_environment
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +93,18 @@ def server_command(
     command += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1"]
     command += ["--max-lora-rank", str(vllm_lora_rank(max_lora_rank))]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if not hardware()["gpus"]:  # as in VLLMEngine: seeded requests cannot be cut in two on a CPU
+        command.append("--no-enable-chunked-prefill")
     return command + (["--enforce-eager"] if enforce_eager else [])
+
+
+def server_environment(environment: dict[str, str], api_key: str | None) -> dict[str, str]:
+    """The caller's environment with the key and what lets adapters be loaded. Raises ValueError without a key."""
+    if not api_key:
+        raise ValueError(
+            "OPSD_VLLM_API_KEY is not set; export a key of your own: a server is never started without one"
+        )
+    return environment | {"VLLM_API_KEY": api_key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 
 def start_server(
@@ -98,11 +114,7 @@ def start_server(
 
     Returns at once; `wait_until_ready` says when it can be used. `environment` is the caller's.
     """
-    if not api_key:
-        raise ValueError(
-            "OPSD_VLLM_API_KEY is not set; export a key of your own: a server is never started without one"
-        )
-    variables = environment | {"VLLM_API_KEY": api_key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    variables = server_environment(environment, api_key)
     if gpu is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpu
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -120,3 +132,28 @@ def start_server(
     host = options.get("host", "127.0.0.1")
     logger.info("vLLM server on port %d starts, process %d, log %s", port, process.pid, log)
     return StartedServer(f"http://{host}:{port}", process, log)
+
+
+def main(argv: list[str]) -> None:
+    """Becomes a server that the trainer can use; ends with Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="Hub id or folder, the same as the trainer's.")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument(
+        "--max_model_len", type=int, required=True, help="Longest prompt and completion together, in tokens."
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on; loopback unless other hosts train.")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max_num_seqs", type=int, default=256, help="Completions sampled at once.")
+    parser.add_argument("--max_lora_rank", type=int, default=64, help="The trainer's lora_r, or more.")
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.9)
+    parser.add_argument("--enforce_eager", action="store_true", help="No CUDA graphs.")
+    options = vars(parser.parse_args(argv))
+    environment = process_environment()
+    variables = server_environment(environment, environment.get("OPSD_VLLM_API_KEY"))
+    command = server_command(options.pop("model"), options.pop("port"), **options)
+    os.execve(command[0], command, library_environment(os.cpu_count()) | variables)
+
+
+if __name__ == "__main__":
+    exit_on_bad_input(main)
