@@ -140,26 +140,33 @@ def bins(t: dict[str, torch.Tensor], key: torch.Tensor, edges: tuple[float, ...]
     return found
 
 
-def matched(t: dict[str, torch.Tensor], mode: str) -> dict[str, float]:
-    """The token-wise cap under which `mode` keeps as much gradient as the entry clamp, and what it does to the rest."""
+def kept_by(t: dict[str, torch.Tensor], mode: str, cap: float) -> torch.Tensor:
+    """Weight of every token under a cap on its divergence: `token` drops what is above, `direction` scales it down to the cap."""
+    above = t["divergence"] > cap
+    return torch.where(above, cap / t["divergence"] if mode == "direction" else 0.0, 1.0)
 
-    def weights(cap: float) -> torch.Tensor:
-        above = t["divergence"] > cap
-        return torch.where(above, cap / t["divergence"] if mode == "direction" else 0.0, 1.0)
 
-    goal, low, high = t["clipped_norm"].sum(), 1e-9, t["divergence"].max().item()
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if (weights(middle) * t["true_norm"]).sum() < goal else (low, middle)
-    norms, dots = weights(high) * t["true_norm"], weights(high) * t["true_norm"].square()
-    true_square = t["true_norm"].square().sum()
+def token_cap(t: dict[str, torch.Tensor], mode: str, cap: float | None = None) -> dict[str, float | str]:
+    """What a cap on whole tokens does; without `cap`, the one that keeps as much gradient as the entry clamp."""
+    if cap is None:
+        goal, low, cap = t["clipped_norm"].sum(), 1e-9, t["divergence"].max().item()
+        for _ in range(100):
+            middle = math.sqrt(low * cap)
+            enough = (kept_by(t, mode, middle) * t["true_norm"]).sum() >= goal
+            low, cap = (low, middle) if enough else (middle, cap)
+    weights = kept_by(t, mode, cap)
+    norms, dots, true_square = (
+        weights * t["true_norm"],
+        weights * t["true_norm"].square(),
+        t["true_norm"].square().sum(),
+    )
     return {
-        "cap": high,
-        "capped_tokens": (t["divergence"] > high).double().mean().item(),
+        "clip_mode": mode,
+        "cap": cap,
+        "capped_tokens": (t["divergence"] > cap).double().mean().item(),
         "kept": (norms.sum() / t["true_norm"].sum()).item(),
         "cosine": (dots.sum() / (true_square * norms.square().sum()).sqrt()).item(),
         "aligned": (dots.sum() / true_square).item(),
-        "against": 0.0,
     }
 
 
@@ -220,7 +227,8 @@ def main(argv: list[str]) -> None:
         "by_teacher_certainty": bins(t, t["top"], CERTAINTY),
         "clamped_tokens_only": summary(select(t, t["clamped"] > 0)),
         "by_clip": [{"entry_clip": clip} | summary(tables[clip]) for clip in CLIPS],
-        "matched_caps": {mode: matched(t, mode) for mode in ("token", "direction")},
+        "matched_token_caps": [token_cap(t, mode) for mode in ("token", "direction")],
+        "token_caps": [token_cap(t, mode, cap) for mode in ("token", "direction") for cap in CLIPS[3:]],
         "largest_clamped_entries": [
             {"token": tokenizer.decode([i]), "share_of_excess": value / total} for i, value in excess.most_common(15)
         ],
