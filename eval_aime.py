@@ -9,14 +9,13 @@
 Killed or interrupted, the same command goes on where it stopped.
 """
 
-import logging
 import os
 import socket
 import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-from opsd.runinfo import exit_on_bad_input, hardware, library_environment
+from opsd.runinfo import exit_on_bad_input, hardware, library_environment, log_to_stderr
 
 for key, value in library_environment(os.cpu_count()).items():
     os.environ.setdefault(key, value)
@@ -29,10 +28,7 @@ def main(argv: list[str]) -> None:
     from opsd.eval_args import parse_eval_args
 
     args, regime, sides = parse_eval_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
-    logging.getLogger("opsd").setLevel(logging.INFO)
+    log_to_stderr(["opsd"])
     if args.compare or args.table or args.export:
         print(read_out(args, sides))
     elif args.dry_run:

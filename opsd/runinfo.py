@@ -191,6 +191,28 @@ def hardware() -> dict:
     return {"machine": platform.machine(), "cpus": os.cpu_count(), "gpus": gpus}
 
 
+def printable(text: str) -> str:
+    """Text for a terminal: control, format and direction-changing characters, which may move its cursor or hide what it shows, become
+    escapes; line breaks and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log lines hold text that models and data sets wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def log_to_stderr(names: Iterable[str]) -> None:
+    """One logging configuration for a process: these loggers at INFO, everything else at WARNING."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for name in names:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
 def exit_on_bad_input(main: Callable[[list[str]], None]) -> None:
     """Runs `main(argv)`; bad input (ValueError, FileNotFoundError) becomes one line on stderr and exit code 2.
 
@@ -205,5 +227,5 @@ def exit_on_bad_input(main: Callable[[list[str]], None]) -> None:
         if debug:
             raise
         line = " ".join(str(error).split())
-        sys.stderr.write(f"error: {line}\n")
+        sys.stderr.write(f"error: {printable(line)}\n")
         sys.exit(2)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from opsd.batch import Layout
 from opsd.engines import build_engine, check_engine, plan_memory
 from opsd.memory import announce
 from opsd.model import end_token_ids, load_config, load_student
-from opsd.runinfo import git_state, hardware, package_versions, write_json, write_text
+from opsd.runinfo import git_state, hardware, log_to_stderr, package_versions, write_json, write_text
 from opsd.speed import compile_layers, drop_input_casts
 from opsd.trainer import OPSDTrainer
 
@@ -26,11 +25,7 @@ SECRETS = ("hub_token", "push_to_hub_token")  # arguments that are not written t
 
 def configure_logging() -> None:
     """One configuration for the whole process: our messages at INFO on stderr, the libraries' warnings."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
-    for name in ("opsd", "callbacks", "tiny"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    log_to_stderr(("opsd", "callbacks", "tiny"))
 
 
 def resolve_world(data_args, handoff, model_args, cache_dir: Path) -> None:
