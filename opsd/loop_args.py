@@ -32,7 +32,10 @@ def check_loop(args) -> None:
         value = getattr(args, name)
         check(value == default, f"{name}={value} must stay {default}: {reason}")
     # the value is not repeated: it is a secret, and every user of the host can read a command line
-    check(args.hub_token is None, "hub_token must not be given as an argument; export HF_TOKEN, which is never written anywhere")
+    check(
+        args.hub_token is None,
+        "hub_token must not be given as an argument; export HF_TOKEN, which is never written anywhere",
+    )
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
         value = getattr(args, name)
         allowed = {"eval_strategy": ("no",), "save_strategy": ("no", "steps"), "logging_strategy": ("steps",)}[name]
