@@ -132,7 +132,7 @@ def refusal(main, argv: list[str], capsys, monkeypatch) -> str:
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and lines[-1] == errors[0], lines
     assert re.search(
-        r";|must|choose from|expected|invalid|exactly one|not given|needs|has no effect|contradicts", errors[0]
+        r";|must|choose from|expected|invalid|exactly one|not given|needs?|has no effect|contradicts", errors[0]
     ), "says neither what is allowed nor a remedy"
     assert errors[0].isprintable()
     return errors[0]

@@ -1,0 +1,114 @@
+"""Checkpoints: published whole, damage is named, the newest complete one is found, and nothing is mixed with an earlier run."""
+
+import json
+import os
+
+import pytest
+from random_qwen3 import save_adapter, save_model
+
+from opsd import checkpoint
+from opsd.checkpoint import check_checkpoint, checkpoints, compare_runs, find_resume, publish, remove_old, staging_dir
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    save_model(folder / "model")
+    return save_adapter(folder / "adapter", folder / "model")
+
+
+def stage(output_dir, adapter, name="checkpoint-2"):
+    folder = staging_dir(output_dir) / name
+    folder.mkdir(parents=True)
+    for path in adapter.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "optimizer.pt").write_bytes(b"state")
+    (folder / "training_args.bin").write_bytes(b"pickle")
+    return folder
+
+
+def save(output_dir, adapter, step):
+    stage(output_dir, adapter, f"checkpoint-{step}")
+    return publish(output_dir, f"checkpoint-{step}", step)
+
+
+def test_a_published_checkpoint_is_complete_and_holds_no_pickled_arguments(tmp_path, adapter):
+    path = save(tmp_path, adapter, 2)
+    assert check_checkpoint(path) == 2
+    assert not (path / "training_args.bin").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_an_adapter_that_is_not_complete_is_never_published(tmp_path, adapter):
+    folder = stage(tmp_path, adapter)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="not a complete safetensors"):
+        publish(tmp_path, "checkpoint-2", 2)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "no manifest", "garbled manifest", "other schema"])
+def test_damage_is_named_and_passed_over(tmp_path, adapter, damage):
+    first, second = save(tmp_path, adapter, 2), save(tmp_path, adapter, 10)
+    file, manifest = second / "optimizer.pt", second / checkpoint.MANIFEST
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        os.truncate(file, 2)
+    elif damage == "changed":
+        file.write_bytes(b"STATE")
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_text("{" if damage == "garbled manifest" else '{"schema": "other"}')
+    with pytest.raises(ValueError, match="checkpoint-10.*give an earlier checkpoint"):
+        check_checkpoint(second)
+    assert find_resume(tmp_path, "latest") == first
+    with pytest.raises(ValueError, match="checkpoint-10"):
+        find_resume(tmp_path, str(second))
+
+
+def test_what_to_go_on_from(tmp_path, adapter):
+    assert find_resume(tmp_path, None) is None and find_resume(tmp_path, "auto") is None
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        find_resume(tmp_path, "latest")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        find_resume(tmp_path, str(tmp_path / "nowhere"))
+    paths = [save(tmp_path, adapter, step) for step in (2, 10, 4)]
+    assert checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]  # by step, not by name or time
+    assert find_resume(tmp_path, "latest") == find_resume(tmp_path, "auto") == paths[1]
+    assert find_resume(tmp_path, str(paths[0])) == paths[0]
+    with pytest.raises(ValueError, match="holds checkpoint-10 of an earlier run.*--resume_from_checkpoint latest"):
+        find_resume(tmp_path, None)
+
+
+def test_a_step_that_is_trained_again_replaces_its_checkpoint(tmp_path, adapter):
+    save(tmp_path, adapter, 2)
+    folder = stage(tmp_path, adapter)
+    (folder / "optimizer.pt").write_bytes(b"newer")
+    path = publish(tmp_path, "checkpoint-2", 2)
+    assert check_checkpoint(path) == 2 and (path / "optimizer.pt").read_bytes() == b"newer"
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_old_checkpoints_are_removed_by_step(tmp_path, adapter):
+    for step in (2, 4, 10):
+        save(tmp_path, adapter, step)
+    remove_old(tmp_path, None)
+    assert len(checkpoints(tmp_path)) == 3
+    remove_old(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-4"]
+
+
+def test_a_resumed_run_names_what_differs(tmp_path):
+    record = {"base_sha256_before": "a" * 64, "arguments": {"OPSDConfig": {"beta": 0.0, "output_dir": "x", "seed": 1}}}
+    path = tmp_path / "run.json"
+    with pytest.raises(FileNotFoundError, match="run.json"):
+        compare_runs(path, record)
+    path.write_text(json.dumps(record))
+    assert compare_runs(path, record) == {}
+    changed = {"OPSDConfig": {"beta": 1.0, "output_dir": "y", "seed": 1}}
+    assert compare_runs(path, record | {"arguments": changed}) == {"beta": [0.0, 1.0]}
+    with pytest.raises(ValueError, match="base_sha256=bbb.*same model_name_or_path"):
+        compare_runs(path, record | {"base_sha256_before": "b" * 64})
