@@ -5,7 +5,10 @@ import math
 
 import pytest
 from transformers import Qwen3Config
+from trl import ModelConfig
 
+from opsd.args import OPSDConfig
+from opsd.engines import plan_memory
 from opsd.eval_estimate import GIB
 from opsd.memory import Engine, StepShape, Student, announce, engine_items, make_plan, training_items
 
@@ -108,3 +111,15 @@ def test_the_printed_estimate_names_every_item_and_the_remedy(student, caplog):
         announce(chosen, 5 * GIB)
     for name in (*chosen.training, *chosen.engine, "in all, of 5.0 GiB free", "sleeps", "lower micro_batch_size"):
         assert name in caplog.text
+
+
+def test_arguments_reach_the_plan(student, tmp_path):
+    model_args = ModelConfig(dtype="bfloat16", lora_r=64, lora_target_modules=list(TARGETS))
+    for asked in ("true", "false"):
+        args = OPSDConfig(
+            output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=["none"], vllm_sleep=asked,
+            recompute=asked, per_device_train_batch_size=4, max_completion_length=1024,
+        )  # fmt: skip
+        chosen, free = plan_memory(args, model_args, student.config, prompt_tokens=200)
+        assert free is None and (chosen.recompute, chosen.sleep) == (asked == "true", asked == "true")
+        assert chosen.training == training_items(student, StepShape(4, 32, 200, 1024), recompute=asked == "true")
