@@ -1,4 +1,4 @@
-"""Runs that are killed, and what has to hold on disk afterwards: everything is complete or absent, and a resumed run ends as if nothing was.
+"""Runs that are killed, and what has to hold on disk afterwards: everything is complete or absent, and a resume ends as if nothing was.
 
 Used by test_kills.py. A run is a training of a random model of a few thousand parameters with the transformers engine: seconds.
 """
@@ -27,6 +27,10 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _ask(self, request: dict) -> dict:
         self._process.stdin.write(json.dumps(request) + "\n")

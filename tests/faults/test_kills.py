@@ -68,3 +68,12 @@ def test_a_signal_saves_the_step_and_says_how_to_go_on(nursery, world, uninterru
     saved = [path.name for path in folder.iterdir() if path.name.startswith("checkpoint-")]
     assert saved and f"checkpoint-{STEPS}" not in saved
     finish_and_compare(nursery, world, folder, log, expected)
+
+
+def test_the_same_seed_gives_the_same_metrics_bit_for_bit(nursery, world, uninterrupted, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert nursery.run("opsd_train", world.training(folder), log, folder=folder) == 0
+    assert outcome(folder) == uninterrupted[0]
+    other = tmp_path / "other"
+    assert nursery.run("opsd_train", world.training(other, "--seed=1"), log, folder=other) == 0
+    assert outcome(other)["metrics"] != uninterrupted[0]["metrics"]
