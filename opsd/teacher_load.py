@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opsd.adapter import WEIGHTS, check_adapter, read_adapter_config
 from opsd.args import OPSDConfig
-from opsd.model import load_base, load_config, load_tokenizer
+from opsd.model import load_base, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,11 @@ def check_teacher(args: OPSDConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         check_adapter(Path(args.teacher_adapter))
     if args.teacher_kind != "model":
         return
-    load_config(args.teacher_model)
-    theirs, ours = load_tokenizer(args.teacher_model).get_vocab(), tokenizer.get_vocab()
+    try:
+        theirs = load_tokenizer(args.teacher_model).get_vocab()
+    except (ValueError, FileNotFoundError) as error:  # the loader names the student's argument
+        raise type(error)(str(error).replace("model_name_or_path=", "teacher_model=")) from None
+    ours = tokenizer.get_vocab()
     differing = sorted(set(theirs.items()) ^ set(ours.items()), key=lambda item: (item[1], item[0]))
     if differing:
         token, index = differing[0]

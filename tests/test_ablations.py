@@ -60,7 +60,7 @@ def cache(tmp_path_factory):
 
 def test_every_ablation_of_the_issue_has_its_recipe():
     assert {path.stem for path in ABLATIONS} >= NAMED_BY_THE_ISSUE
-    assert len(ABLATIONS) == 31
+    assert len(ABLATIONS) >= 31
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=lambda path: path.stem)

@@ -148,11 +148,10 @@ def test_a_wider_model_teaches(folder, tokenizer, tmp_path):
 
 
 def test_a_model_with_another_vocabulary_is_refused_by_name(folder, tokenizer, tmp_path):
-    other = AutoTokenizer.from_pretrained(save_model(tmp_path / "other"))
-    other.add_tokens(["<novel>"])
-    other.save_pretrained(tmp_path / "other")
+    stored = save_model(tmp_path / "other") / "tokenizer.json"
+    stored.write_text(stored.read_text().replace('"~":', '"<novel>":'))
     args = OPSDConfig(max_steps=1, use_cpu=True, teacher_kind="model", teacher_model=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"teacher_model=.*1 entries differ.*'<novel>'"):
+    with pytest.raises(ValueError, match=r"teacher_model=.*2 entries differ.*'<novel>'"):
         check_teacher(args, tokenizer)
     check_teacher(OPSDConfig(max_steps=1, use_cpu=True, teacher_kind="model", teacher_model=str(folder)), tokenizer)
 
@@ -162,7 +161,7 @@ def test_a_teacher_that_does_not_exist_is_refused(tokenizer, tmp_path):
         args = OPSDConfig(
             max_steps=1, use_cpu=True, teacher_kind=kind, **{f"teacher_{kind}": str(tmp_path / "nowhere" / "x")}
         )
-        with pytest.raises(FileNotFoundError, match="does not exist"):
+        with pytest.raises(FileNotFoundError, match=r"^(adapter=.* does not exist|teacher_model=.* has no config.json)"):
             check_teacher(args, tokenizer)
 
 
