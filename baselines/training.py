@@ -101,6 +101,8 @@ def evaluate(run: Run, adapter_dir: Path | None) -> None:
     if adapter_dir is None:
         if run.data.evaluate_before:
             run.evaluator.run("before", adapter=None)
+        elif run.data.evaluate_after:
+            run.evaluator.check()
     elif run.data.evaluate_after:
         run.evaluator.run("after", adapter=adapter_dir)
         if run.data.evaluate_before:
