@@ -26,11 +26,13 @@ def main(argv: list[str]) -> None:
     from opsd.args import eval_regime, parse_training_args
     from opsd.loop_args import check_batch
     from opsd.recipe import check_caps, read_caps
+    from opsd.sharding import check_sharding, mode_of_environment
 
     data_args, args, handoff, model_args = parse_training_args(argv)
     regime = eval_regime(handoff)
     check_caps(args.max_steps, args.rollouts_per_step, *read_caps(ROOT / "train_capped.sh"))
     check_batch(args)
+    check_sharding(mode_of_environment(os.environ), args, model_args)
 
     from opsd.checkpoint import find_resume
     from opsd.handoff import Handoff

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 
+BAD_INPUT = 2  # the worker has printed its one line
+
 
 def _forward(number: int, _frame) -> None:
     import psutil
@@ -33,6 +35,12 @@ def main() -> int:
         return _exit_code(error.returncode)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
+        if failure.exitcode != BAD_INPUT:
+            sys.stderr.write(
+                f"error: process {failure.rank} ended with code {failure.exitcode}, and with it this host's part of the run. Its own "
+                "message is above; a closed connection means that another process or host was lost first. To go on, give every host the "
+                "same command with --resume_from_checkpoint latest\n"
+            )
         return _exit_code(failure.exitcode)
     except SignalException as error:  # torchrun has passed the signal on and waited for the workers
         return _exit_code(-error.sigval)

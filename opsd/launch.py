@@ -108,6 +108,7 @@ def _parse_types(words: list[str], settings: Mapping[str, Setting]):
 def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = None) -> Launch:
     """From the launcher's arguments to the command, or ValueError / FileNotFoundError. `gpus`: instead of the visible ones."""
     from opsd.args import eval_regime, training_parser
+    from opsd.sharding import check_sharding, mode_of_config
 
     names = known_names()
     with_recipe = bool(argv) and not argv[0].startswith("--")
@@ -148,7 +149,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
         derived["use_cpu"] = Setting(("true",), "derived")
     training_arguments = _arguments({**given, **derived}, names)
     # every __post_init__, before anything slow starts
-    _, _, handoff, _ = training_parser().parse_args_into_dataclasses(training_arguments)
+    _, args, handoff, model_args = training_parser().parse_args_into_dataclasses(training_arguments)
+    check_sharding(mode_of_config(config), args, model_args)
     eval_regime(handoff)
 
     command = [sys.executable, "-m", "opsd.accelerate_launch", "--config_file", os.path.relpath(config, ROOT)]

@@ -25,6 +25,7 @@ from trl import ModelConfig, get_peft_config
 
 from opsd.adapter import refuse_unservable
 from opsd.runinfo import sha256_tensors
+from opsd.sharding import whole_named
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ def refuse_unsupported_head(base: PreTrainedModel) -> None:
 def base_hash(model: PeftModel) -> str:
     """sha256 over every weight that is not the adapter's, in name order: equal at both ends of a run, or the teacher moved."""
     named = ((n, p) for n, p in model.named_parameters() if ".lora_" not in n)
-    return sha256_tensors(sorted(named, key=lambda item: item[0]))
+    return sha256_tensors(whole_named(sorted(named, key=lambda item: item[0])))
 
 
 class HiddenTap:

@@ -26,6 +26,7 @@ from opsd.objective import Objective, StepSize
 from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
+from opsd.sharding import save_adapter, save_from_all
 from opsd.steps import RolloutSampler, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
 
@@ -147,7 +148,7 @@ class OPSDTrainer(Trainer):
             self._metrics.keep_largest("sync_rel_err", torch.tensor(push_merged(self.model, self.engine, step)))
             return
         adapter_dir = self._adapter_root / f"step-{step}"
-        self.model.save_pretrained(adapter_dir)
+        save_adapter(self.model, adapter_dir)
         self.engine.sync(adapter_dir, step)
         shutil.rmtree(adapter_dir)
 
@@ -296,6 +297,9 @@ class OPSDTrainer(Trainer):
         if checkpoint is not None:
             for part in self.stateful:
                 part.load(Path(checkpoint))
+
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        save_from_all(self, output_dir)
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         """Saves adapter and tokenizer, then reopens the adapter and proves that it is complete."""
