@@ -88,7 +88,9 @@ class DataArgs:
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
-            raise ValueError(f"answer_pattern={self.answer_pattern!r} is not a regular expression: {error}; empty = keep all") from None
+            raise ValueError(
+                f"answer_pattern={self.answer_pattern!r} is not a regular expression: {error}; empty = keep all"
+            ) from None
         _check(self.min_trace_tokens >= 0, f"min_trace_tokens={self.min_trace_tokens} must be >= 0; use 0 to disable")
         _check(self.world_seed >= 0, f"world_seed={self.world_seed} must be >= 0")
         _check(
