@@ -40,7 +40,7 @@ class RolloutLog(TrainerCallback):
             self._shown = True
         if self._handle is None:
             return
-        for example, rollout in pairs:
+        for number, (example, rollout) in enumerate(pairs, start=1):
             record = {
                 "step": state.global_step,
                 "example_id": example["example_id"],
@@ -48,7 +48,8 @@ class RolloutLog(TrainerCallback):
                 "completion_ids": list(rollout.completion_ids),
                 "text": self._tokenizer.decode(rollout.completion_ids),
             }
-            append_jsonl(self._handle, record, durable=False)
+            # on disk before a checkpoint of this step can be, so that a resumed file has no hole
+            append_jsonl(self._handle, record, durable=number == len(pairs))
 
     def _show(self, example: dict, rollout) -> None:
         tokens = self._tokenizer.convert_ids_to_tokens(list(rollout.completion_ids))
