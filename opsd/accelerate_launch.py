@@ -34,10 +34,10 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         return _exit_code(error.returncode)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         if failure.exitcode != BAD_INPUT:
             sys.stderr.write(
-                f"error: process {failure.rank} ended with code {failure.exitcode}, and with it this host's part of the run. Its own "
+                f"error: process {rank} ended with code {failure.exitcode}, and with it this host's part of the run. Its own "
                 "message is above; a closed connection means that another process or host was lost first. To go on, give every host the "
                 "same command with --resume_from_checkpoint latest\n"
             )

@@ -8,11 +8,14 @@ through partitioned modules breaks the trace by which DeepSpeed fetches them in 
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import yaml
 from torch.distributed.tensor import DTensor
 
+MEMORY_DISK = Path("/dev/shm")
+THIS_HOST = ("127.0.0.1", "localhost", "::1")
 PLAIN_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU")
 MODES = ("none", "zero2", "fsdp2")
 # mode -> (argument, the values that are refused, why and what to use instead)
@@ -127,3 +130,16 @@ def save_from_all(trainer, folder: str | None) -> None:
     state = whole_adapter(trainer.model)
     if trainer.args.should_save:
         trainer._save(folder, state_dict=state)
+
+
+def adapter_parent(args) -> Path | None:
+    """Where adapters for the engine are written: memory, or the run's own folder when a server on another host has to read them.
+
+    None: the system's temporary folder, on machines without a memory-backed disk.
+    """
+    hosts = {urlsplit(url).hostname for url in args.vllm_server_urls or []}
+    if hosts - set(THIS_HOST):
+        shared = Path(args.output_dir).resolve()
+        shared.mkdir(parents=True, exist_ok=True)
+        return shared
+    return MEMORY_DISK if MEMORY_DISK.is_dir() else None

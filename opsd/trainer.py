@@ -26,13 +26,11 @@ from opsd.objective import Objective, StepSize
 from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
-from opsd.sharding import save_adapter, save_from_all
+from opsd.sharding import adapter_parent, save_adapter, save_from_all
 from opsd.steps import RolloutSampler, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
 
 logger = get_logger(__name__)
-
-MEMORY_DISK = Path("/dev/shm")
 
 
 class OPSDTrainer(Trainer):
@@ -71,7 +69,8 @@ class OPSDTrainer(Trainer):
         )
         self.teacher = Teacher(args, model, self._tap, sharded=self.is_fsdp_enabled or is_deepspeed_zero3_enabled())
         self.objective = Objective(args, self._tap.head, self.teacher.head)
-        self.stateful = [self.teacher]  # saved into every checkpoint and restored from it: save(folder, step), load(folder)
+        # saved into every checkpoint and restored from it: save(folder, step), load(folder)
+        self.stateful = [self.teacher]
         if args.reason_first_tokens:
             context = model.config.get_text_config().max_position_embeddings
             self.reason_first = ReasonFirst(args, processing_class, context - args.max_completion_length)
@@ -80,9 +79,7 @@ class OPSDTrainer(Trainer):
         self.tokens_trained = 0
         self._metrics = StepMetrics()
         self._step_sequences = torch.tensor(args.rollouts_per_step)
-        self._adapter_root = Path(
-            tempfile.mkdtemp(prefix="opsd-adapter-", dir=MEMORY_DISK if MEMORY_DISK.is_dir() else None)
-        )
+        self._adapter_root = Path(tempfile.mkdtemp(prefix=".opsd-adapter-", dir=adapter_parent(args)))
         self._step_ended_at = time.perf_counter()
 
     # data

@@ -16,7 +16,7 @@ from test_processes import free_port, write_rows
 
 from opsd.adapter import check_adapter
 from opsd.launch import resolve
-from opsd.sharding import check_sharding, mode_of_config, mode_of_environment
+from opsd.sharding import adapter_parent, check_sharding, mode_of_config, mode_of_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -85,6 +85,13 @@ def test_the_launcher_refuses_before_anything_starts():
         resolve(argv, {"OPSD_ACCELERATE_CONFIG": "fsdp2"}, gpus=4)
     command = resolve(["recipe.env"], {"OPSD_ACCELERATE_CONFIG": "zero2"}, gpus=4).command
     assert "accelerate_configs/zero2.yaml" in command
+
+
+def test_adapters_lie_where_the_servers_can_read_them(tmp_path):
+    args = SimpleNamespace(vllm_server_urls=["http://127.0.0.1:8001"], output_dir=str(tmp_path / "run"))
+    assert adapter_parent(args) != tmp_path / "run"
+    args.vllm_server_urls.append("http://gpu-host:8001")
+    assert adapter_parent(args) == tmp_path / "run" and (tmp_path / "run").is_dir()
 
 
 def train(tmp_path: Path, config: str, processes: int, output_dir: Path, *flags: str) -> list[dict]:
