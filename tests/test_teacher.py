@@ -161,7 +161,9 @@ def test_a_teacher_that_does_not_exist_is_refused(tokenizer, tmp_path):
         args = OPSDConfig(
             max_steps=1, use_cpu=True, teacher_kind=kind, **{f"teacher_{kind}": str(tmp_path / "nowhere" / "x")}
         )
-        with pytest.raises(FileNotFoundError, match=r"^(adapter=.* does not exist|teacher_model=.* has no config.json)"):
+        with pytest.raises(
+            FileNotFoundError, match=r"^(adapter=.* does not exist|teacher_model=.* has no config.json)"
+        ):
             check_teacher(args, tokenizer)
 
 
