@@ -67,9 +67,9 @@ def adapter_matrices(student: PeftModel, adapter_dir: Path) -> dict[torch.nn.Par
 
 def load_teacher(name_or_path: str, student: PreTrainedModel) -> PreTrainedModel:
     """Another model as a frozen teacher, in the student's dtype, attention and device."""
-    model = load_base(
-        name_or_path, dtype=student.dtype, attn_implementation=student.config._attn_implementation
-    ).to(student.device)
+    model = load_base(name_or_path, dtype=student.dtype, attn_implementation=student.config._attn_implementation).to(
+        student.device
+    )
     rows, own_rows = model.get_output_embeddings().weight.shape[0], student.get_output_embeddings().weight.shape[0]
     if rows != own_rows:
         raise ValueError(
