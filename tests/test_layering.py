@@ -127,7 +127,7 @@ def test_the_environment_is_read_only_in_recipe_and_entry_points():
 
 def test_file_sizes():
     # STYLE.md section 1, with a tenth of slack; args.py holds every argument, rollout.py both ends of every engine
-    ceilings = {"opsd/trainer.py": 320, "opsd/args.py": 320, "opsd/rollout.py": 280}
+    ceilings = {"opsd/trainer.py": 320, "opsd/args.py": 320, "opsd/method_args.py": 240, "opsd/rollout.py": 280}
     ceilings |= {short(path): 280 for path in LIBRARY if path.name in ("fused_divergence.py", "triton_divergence.py")}
     for path in SOURCES:
         lines = len(path.read_text(encoding="utf-8").splitlines())
