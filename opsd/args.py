@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from transformers import TrainingArguments
 from trl import ModelConfig, TrlParser
 
-from opsd.loop_args import check_loop
+from opsd.loop_args import PlainCpu, check_loop
 from opsd.method_args import MethodArgs
 from opsd.method_args import check as _check
 from opsd.method_args import check_choice as _check_choice
@@ -112,7 +112,7 @@ ENGINES = ("vllm", "vllm_server", "transformers")
 
 
 @dataclass
-class OPSDConfig(MethodArgs, TrainingArguments):
+class OPSDConfig(MethodArgs, PlainCpu, TrainingArguments):
     """How to train: rollouts, teacher, divergence, layout. Inherits schedule, optimizer, checkpoints and trackers from transformers."""
 
     # defaults of transformers that do not fit this trainer

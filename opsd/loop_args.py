@@ -25,6 +25,16 @@ FIXED = {
 SEEDS = 2**32  # numpy takes no larger one
 
 
+class PlainCpu:
+    """accelerate numbers the CPU of several processes, and torch.load cannot resume onto a numbered CPU: part of `OPSDConfig`."""
+
+    @property
+    def device(self):
+        """This process's device."""
+        device = super().device
+        return type(device)("cpu") if device.type == "cpu" else device
+
+
 def check_loop(args) -> None:
     """Raises ValueError naming the first inherited argument that is out of range or ruled out."""
     check(bool(args.output_dir.strip()), "output_dir='' must name a folder; leave it out for its default")

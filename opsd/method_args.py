@@ -119,12 +119,6 @@ class MethodArgs:
     )
     guard_window: int = option(5, "Steps that a guard averages over, at the start and now; needs a guard.")
 
-    @property
-    def device(self):
-        """This process's device. accelerate numbers the CPU of several processes, and torch.load cannot resume onto a numbered CPU."""
-        device = super().device
-        return type(device)("cpu") if device.type == "cpu" else device
-
     def check_method(self) -> None:
         """Raises ValueError for values without meaning, contradictions and parameters of modes that are off."""
         self._check_objective()
