@@ -6,6 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from accelerate import state
+
 import opsd_train
 from opsd import setup_run
 from opsd.adapter import check_adapter
@@ -41,6 +43,20 @@ class SeededEngine:
         pass
 
 
+def let_fsdp_run_on_gloo() -> None:
+    """accelerate offers FSDP on GPUs only and falls back to plain data parallelism without one: keeps what was asked for."""
+    original = state.AcceleratorState.__init__
+
+    def init(self, *arguments, **options):
+        original(self, *arguments, **options)
+        if options.get("fsdp_plugin") is not None:
+            self.distributed_type = state.DistributedType.FSDP
+            self.fsdp_plugin = options["fsdp_plugin"]
+
+    state.AcceleratorState.__init__ = init
+
+
 if __name__ == "__main__":
+    let_fsdp_run_on_gloo()
     setup_run.build_engine = SeededEngine
     exit_on_bad_input(opsd_train.main)
