@@ -6,13 +6,16 @@ was damaged later (a torn copy, a full disk). Nothing here, and nothing that tra
 the adapter is safetensors, and optimizer, schedule and random states are read with `weights_only=True`.
 """
 
+import fcntl
 import json
 import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from opsd.adapter import check_adapter
 from opsd.runinfo import sha256_file, write_json
@@ -23,6 +26,7 @@ MANIFEST = "complete.json"
 SCHEMA = "opsd-checkpoint/1"
 STAGING = ".incomplete"
 REPLACED = ".replaced"
+ADAPTERS, LOCK = ".opsd-adapter-", ".lock"
 PICKLED_ARGUMENTS = "training_args.bin"  # transformers writes it, nobody reads it; run.json has the arguments as text
 STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -193,6 +197,23 @@ def remove_old(output_dir: Path, limit: int | None) -> None:
         hidden = Path(output_dir) / REPLACED
         path.rename(hidden)
         shutil.rmtree(hidden)
+
+
+def claim_folder(parent: Path | None) -> tuple[Path, IO[bytes]]:
+    """A new folder in `parent` (None: the system's temporary one) for adapters on their way to the engine, and the lock that says that its
+    process lives. Folders of processes that were killed are removed: memory-backed disk is memory."""
+    folder = Path(tempfile.mkdtemp(prefix=ADAPTERS, dir=parent))
+    lock = open(folder / ".locking", "wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / ".locking").rename(folder / LOCK)  # named only once it is held
+    for other in folder.parent.glob(ADAPTERS + "*"):
+        try:
+            with open(other / LOCK, "rb") as theirs:
+                fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other, ignore_errors=True)
+        except (FileNotFoundError, BlockingIOError, PermissionError):  # being made, in use, or another user's
+            continue
+    return folder, lock
 
 
 def _fsync(path: Path) -> None:

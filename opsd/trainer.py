@@ -5,7 +5,6 @@ student hidden states at the completion positions -> fused divergence -> gradien
 """
 
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from opsd.adapter import check_adapter
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
-from opsd.checkpoint import save_complete, staging_dir
+from opsd.checkpoint import claim_folder, save_complete, staging_dir
 from opsd.merged_sync import push_merged
 from opsd.model import HiddenTap
 from opsd.objective import Objective, StepSize
@@ -79,7 +78,7 @@ class OPSDTrainer(Trainer):
         self.tokens_trained = 0
         self._metrics = StepMetrics()
         self._step_sequences = torch.tensor(args.rollouts_per_step)
-        self._adapter_root = Path(tempfile.mkdtemp(prefix=".opsd-adapter-", dir=adapter_parent(args)))
+        self._adapter_root, self._adapter_lock = claim_folder(adapter_parent(args))
         self._step_ended_at = time.perf_counter()
 
     # data
@@ -315,3 +314,4 @@ class OPSDTrainer(Trainer):
         """Stops the engine and removes the adapters it was given."""
         self.engine.close()
         shutil.rmtree(self._adapter_root, ignore_errors=True)
+        self._adapter_lock.close()

@@ -7,7 +7,16 @@ import pytest
 from random_qwen3 import save_adapter, save_model
 
 from opsd import checkpoint
-from opsd.checkpoint import check_checkpoint, checkpoints, compare_runs, find_resume, publish, remove_old, staging_dir
+from opsd.checkpoint import (
+    check_checkpoint,
+    checkpoints,
+    claim_folder,
+    compare_runs,
+    find_resume,
+    publish,
+    remove_old,
+    staging_dir,
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +121,15 @@ def test_a_resumed_run_names_what_differs(tmp_path):
     assert compare_runs(path, record | {"arguments": changed}) == {"beta": [0.0, 1.0]}
     with pytest.raises(ValueError, match="base_sha256=bbb.*same model_name_or_path"):
         compare_runs(path, record | {"base_sha256_before": "b" * 64})
+
+
+def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path):
+    first, lock = claim_folder(tmp_path)
+    (first / "step-1").mkdir()
+    second, other = claim_folder(tmp_path)
+    assert first.is_dir() and second.is_dir()
+    lock.close()  # what the end of a process does
+    third, last = claim_folder(tmp_path)
+    assert not first.exists() and second.is_dir() and third.is_dir()
+    for handle in (other, last):
+        handle.close()

@@ -3,9 +3,11 @@
 Shared by test_fuzz.py (hypothesis, and a seeded mutator in the slow suite) and by atheris_run.py.
 """
 
+import atexit
 import json
 import random
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from opsd.rows import iter_rows
 from opsd.runinfo import read_jsonl
 
 FOLDER = Path(tempfile.mkdtemp(prefix="opsd-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 NAMES = Names(["max_steps", "beta", "output_dir", "lora_target_modules"], ["lora_target_modules"])
 
 SEEDS = {
