@@ -58,7 +58,8 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(nursery, world, uninterr
 def test_a_signal_saves_the_step_and_says_how_to_go_on(nursery, world, uninterrupted, tmp_path):
     expected, _ = uninterrupted
     folder, log = tmp_path / "run", tmp_path / "log"
-    pid = nursery.start("opsd_train", world.training(folder), log, folder=folder)
+    never = "--save_steps=500"  # so that the signal alone makes the checkpoint
+    pid = nursery.start("opsd_train", world.training(folder, never), log, folder=folder)
     while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
         time.sleep(0.005)
     os.kill(pid, signal.SIGTERM)

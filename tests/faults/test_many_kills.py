@@ -22,7 +22,7 @@ from opsd.runinfo import read_jsonl, write_json
 
 pytestmark = pytest.mark.slow
 SURVIVED: Counter = Counter()
-CHAINS = int(os.environ.get("KILL_CHAINS", 10))
+CHAINS = int(os.environ.get("KILL_CHAINS", 14))
 
 
 @pytest.fixture(scope="module")
