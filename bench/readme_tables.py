@@ -56,9 +56,24 @@ def rollout_block(results: Path) -> str:
     )
 
 
+def trust_block(results: Path) -> str:
+    record = read_json(results / "trust.json")
+    kills, inputs, fuzz, soak = (record[name] for name in ("kills", "bad_input", "fuzz", "soak"))
+    cases = ", ".join(f"{name} {count:,}" for name, count in fuzz["cases"].items())
+    return (
+        "| what | figure | command |\n|---|---|---|\n"
+        f"| runs killed, survived | {kills['total']}, {kills['survived']} | `{kills['command']}` |\n"
+        f"| tests of bad and hostile input passed | {inputs['tests_passed']} | `{inputs['command']}` |\n"
+        f"| fuzz cases; findings in opsd | {cases}; {fuzz['findings_in_opsd']} | `{fuzz['command']}` |\n"
+        f"| soak: steps, checkpoints, evaluations | {soak['steps']:,}, {soak['checkpoints_written']}, {soak['evaluations']} | "
+        f"`{soak['command']}` |\n\n"
+        f"At commit {record['commit'][:12]}, data in `results/trust.json`."
+    )
+
+
 def blocks(results: Path) -> dict[str, str]:
     """Every generated block of the README whose data exists."""
-    found = {"step": step_block(results), "rollout": rollout_block(results)}
+    found = {"step": step_block(results), "rollout": rollout_block(results), "trust": trust_block(results)}
     for name in ("tiny", "ablations"):
         if (results / f"sweep_{name}.json").is_file():
             found[name] = sweep_block(results, name)
