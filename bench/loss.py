@@ -32,10 +32,17 @@ TEMPERATURE = 1.1
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-def ours(backend, logits_dtype, student, teacher, weight, beta, entry_clip):
+def ours(backend, logits_dtype, chunk_size, student, teacher, weight, beta, entry_clip):
     settings = {"beta": beta, "temperature": TEMPERATURE, "entry_clip": entry_clip}
     return fused_generalized_jsd(
-        student, teacher, weight, None, backend=backend, logits_dtype=DTYPES[logits_dtype], **settings
+        student,
+        teacher,
+        weight,
+        None,
+        backend=backend,
+        logits_dtype=DTYPES[logits_dtype],
+        chunk_size=chunk_size,
+        **settings,
     )[0]
 
 
@@ -74,12 +81,12 @@ def liger_triton(student, teacher, weight, beta, entry_clip):
     return LigerFusedLinearJSD(jsd_beta=beta, temperature=TEMPERATURE)(student, weight, teacher, weight, None)
 
 
-def candidates(device: torch.device) -> dict:
+def candidates(device: torch.device, chunk_size: int | None) -> dict:
     """Name -> (loss function, can clamp)."""
     found = {}
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        found |= {f"triton_{name}": (functools.partial(ours, "triton", name), True) for name in DTYPES}
-    found |= {f"torch_{name}": (functools.partial(ours, "torch", name), True) for name in DTYPES}
+        found |= {f"triton_{name}": (functools.partial(ours, "triton", name, chunk_size), True) for name in DTYPES}
+    found |= {f"torch_{name}": (functools.partial(ours, "torch", name, chunk_size), True) for name in DTYPES}
     found |= {"published_bf16": (functools.partial(published, False), True)}
     found |= {"published_upcast": (functools.partial(published, True), True)}
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -177,6 +184,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.5])
     parser.add_argument("--entry-clip", type=float, default=0.05, help="nats; inf = off")
+    parser.add_argument("--chunk-size", type=int, help="tokens a chunk of ours; unset = the default")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--error-tokens", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="rows to measure")
@@ -192,7 +200,7 @@ def main(argv: list[str]) -> None:
         inputs = make_inputs(tokens, args.hidden, args.vocab_size, device)
         sample = make_inputs(args.error_tokens, args.hidden, args.vocab_size, device, seed=1)
         for beta in args.beta:
-            for name, (loss_function, clamps) in candidates(device).items():
+            for name, (loss_function, clamps) in candidates(device, args.chunk_size).items():
                 if args.only and name not in args.only:
                     continue
                 clip = args.entry_clip if clamps else math.inf

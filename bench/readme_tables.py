@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from opsd.ledger import sweep_table
-from opsd.runinfo import exit_on_bad_input, read_json, write_text
+from opsd.runinfo import exit_on_bad_input, read_json, read_jsonl, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +19,53 @@ def sweep_block(results: Path, name: str) -> str:
     return f"{sweep_table(record['rows'], record['against'])}\n\n`{command}`, data in `results/sweep_{name}.json`."
 
 
+LOSS_TOKENS = 16_384  # the length at which every variant is shown; ours is shown at all of them
+
+
+def loss_block(results: Path) -> str:
+    records = [read_json(results / name) for name in ("bench_loss.json", "bench_loss_131072.json")]
+    lines = [
+        "| tokens | beta | variant | ms | x floor | peak GiB | gradient error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in (row for record in records for row in record["rows"]):
+        if row["tokens"] != LOSS_TOKENS and not row["row"].startswith("triton"):
+            continue
+        name = row["row"] + ("" if row["clamped"] else " (cannot clamp)")
+        if "ms" not in row:
+            lines.append(f"| {row['tokens']:,} | {row['beta']:g} | {name} | {row['error']} | | | |")
+            continue
+        lines.append(
+            f"| {row['tokens']:,} | {row['beta']:g} | {name} | {row['ms']:.1f} | {row['x_floor']:.2f} | {row['peak_gib']:.2f} | "
+            f"{row['gradient_relative_error']:.4f} |"
+        )
+    commands = ", ".join(f"`{' '.join(record['command'])}`" for record in records)
+    return "\n".join(lines) + f"\n\n{commands}, data in the files they name."
+
+
+def shape_run_block(results: Path) -> str:
+    folder = results / "seed_at_shape"
+    lines = [
+        "| step | rollouts s | training s | sync s | step s | peak GiB | of it the engine |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in read_jsonl(folder / "metrics.jsonl"):
+        if "time/step_s" in row:
+            lines.append(
+                f"| {row['step']} | {row['time/rollout_s']:.2f} | {row['time/train_s']:.2f} | {row['time/sync_s']:.2f} | "
+                f"{row['time/step_s']:.2f} | {row['memory/peak_gib']:.1f} | {row['memory/engine_gib']:.1f} |"
+            )
+    command = (folder / "command.txt").read_text(encoding="utf-8").strip()
+    return "\n".join(lines) + f"\n\n`{command}`, data in `results/seed_at_shape/`."
+
+
+STEP_PARTS = {
+    "step": "32 rollouts, one step",
+    "micro": "4 sequences, teacher prompts of 3,000 to 8,000",
+    "growth": "4 sequences, teacher prompts of 600",
+}
+
+
 def step_block(results: Path) -> str:
     record = read_json(results / "bench_step.json")
     lines = [
@@ -26,7 +73,7 @@ def step_block(results: Path) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
-        what = "32 rollouts, one step" if row["part"] == "step" else "4 sequences, teacher prompts of 3,000 to 8,000"
+        what = STEP_PARTS[row["part"]]
         floor = "" if "floor_s" not in row else f"{row['floor_s']:.2f}"
         lines.append(
             f"| {what} | {row['variant']} | {row.get('completion', 1024):,} | {row.get('micro_batch', 4)} | "
@@ -73,7 +120,8 @@ def trust_block(results: Path) -> str:
 
 def blocks(results: Path) -> dict[str, str]:
     """Every generated block of the README whose data exists."""
-    found = {"step": step_block(results), "rollout": rollout_block(results), "trust": trust_block(results)}
+    makers = {"loss": loss_block, "step": step_block, "rollout": rollout_block, "shape_run": shape_run_block}
+    found = {name: make(results) for name, make in (makers | {"trust": trust_block}).items()}
     for name in ("tiny", "ablations"):
         if (results / f"sweep_{name}.json").is_file():
             found[name] = sweep_block(results, name)

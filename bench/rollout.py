@@ -64,6 +64,7 @@ def measure(shape: Path, engine_name: str, sequences: int, new_tokens: int, logp
     started = time.perf_counter()
     from transformers import AutoTokenizer
 
+    from opsd.engines import TUNING
     from opsd.rollout import SamplingSettings, VLLMEngine
 
     prompts = [[7 + (i * 131 + j) % 100000 for j in range(200)] for i in range(sequences)]
@@ -77,6 +78,7 @@ def measure(shape: Path, engine_name: str, sequences: int, new_tokens: int, logp
         gpu_memory_utilization=0.3,
         max_lora_rank=64,
         with_logps=logps,
+        tuning=TUNING,
         **ENGINES[engine_name]["options"],
     )
     loaded = time.perf_counter() - started

@@ -21,13 +21,14 @@ for key, value in library_environment(os.cpu_count()).items():
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from transformers.integrations.liger import apply_liger_kernel  # noqa: E402
 
 from opsd.args import parse_training_args  # noqa: E402
 from opsd.attention import NAME as VARLEN  # noqa: E402
 from opsd.batch import Layout, MicroBatch, build_inputs  # noqa: E402
 from opsd.model import load_student  # noqa: E402
 from opsd.rollout import Rollout  # noqa: E402
-from opsd.speed import compile_layers, drop_input_casts  # noqa: E402
+from opsd.speed import choose_liger, drop_input_casts, fuse_adapters  # noqa: E402
 from opsd.teacher import teacher_weights  # noqa: E402
 from opsd.trainer import OPSDTrainer  # noqa: E402
 
@@ -45,21 +46,24 @@ class ScriptedEngine:
         """Nothing to stop."""
 
 
-def make_trainer(shape: Path, *, packed: bool, recompute: bool, compiled: bool = False) -> OPSDTrainer:
+def make_trainer(shape: Path, *, packed: bool, recompute: bool, fast: bool = True) -> OPSDTrainer:
     arguments = (
         f"--model_name_or_path {shape / 'model'} --train_file {shape / 'train.jsonl'} --output_dir {shape / 'bench'} --dtype bfloat16 "
         f"--max_steps 1 --save_strategy no --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --use_peft true --lora_r 64 "
         f"--lora_alpha 128 --lora_dropout 0 --lora_target_modules {' '.join(MODULES)} --learning_rate 1e-5 --beta {BETA} "
         f"--entry_clip {CLIP} --temperature {TEMPERATURE} --distill_temperature {TEMPERATURE} --top_p 0.95 --top_k 20 "
-        f"--gradient_checkpointing {str(recompute).lower()}"
+        f"--gradient_checkpointing {str(recompute).lower()} --use_liger_kernel {str(fast).lower()}"
     )
     _, args, _, model_args = parse_training_args(arguments.split())
     model = load_student(model_args, attn_implementation=VARLEN if packed else "sdpa", seed=0, device="cuda")
-    drop_input_casts(model)
-    if compiled:
-        compile_layers(model)
+    if fast:
+        choose_liger(args, "qwen3")
+        drop_input_casts(model)
+        fuse_adapters(model)
     rows = [{"example_id": "0", "prompt_ids": [7], "teacher_prompt_ids": [7]}]
     trainer = OPSDTrainer(model, args, rows, None, ScriptedEngine(), Layout(packed=packed, pad_id=0))
+    if fast:
+        apply_liger_kernel(trainer.model, args.liger_kernel_config)  # as the training loop does when it starts
     trainer.create_optimizer()
     trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped.train()
@@ -180,13 +184,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--shape", type=Path, required=True, help="Folder written by bench.shape.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=("step", "micro", "growth"), default=["step", "micro", "growth"])
-    parser.add_argument("--compile_layers", action="store_true", help="Compile the decoder layers of our variants.")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     logger.setLevel(logging.INFO)
     rows = []
     for recompute in (True, False):
-        trainer = make_trainer(arguments.shape, packed=True, recompute=recompute, compiled=arguments.compile_layers)
+        trainer = make_trainer(arguments.shape, packed=True, recompute=recompute)
         for row in measure_ours(trainer, arguments.parts, recompute):
             rows.append(row)
             logger.info("%s", json.dumps(row))
@@ -194,7 +197,7 @@ def main(argv: list[str]) -> None:
         del trainer
         torch.cuda.empty_cache()
     if "micro" in arguments.parts:
-        trainer = make_trainer(arguments.shape, packed=False, recompute=True)
+        trainer = make_trainer(arguments.shape, packed=False, recompute=True, fast=False)
         for row in measure_micro(trainer, "published style", True, published):
             rows.append(row)
             logger.info("%s", json.dumps(row))

@@ -59,6 +59,8 @@ def check_adapter(adapter_dir: Path) -> tuple[str, float]:
     Returns (sha256 of the weights file, Frobenius norm over all B matrices: 0.0 before the first optimizer step).
     """
     from safetensors import SafetensorError, safe_open
+    from torch import float64
+    from torch.linalg import vector_norm
 
     config = read_adapter_config(adapter_dir)
     path = Path(adapter_dir) / WEIGHTS
@@ -71,12 +73,13 @@ def check_adapter(adapter_dir: Path) -> tuple[str, float]:
                     raise ValueError(
                         f"{path}: tensor {name} is empty: it was saved from a sharded model; gather before saving"
                     )
-                if not tensor.isfinite().all():
+                norm = float(vector_norm(tensor, dtype=float64))
+                if not math.isfinite(norm):
                     raise ValueError(f"{path}: tensor {name} is not finite; use an earlier checkpoint")
                 if ".lora_A." in name and tensor.shape[0] != config["r"]:
                     raise ValueError(f"{path}: tensor {name} has rank {tensor.shape[0]}, {CONFIG} says r={config['r']}")
                 if ".lora_B." in name:
-                    squares += float(tensor.double().square().sum())
+                    squares += norm**2
                 names.add(name)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file ({error}); save the adapter again") from None

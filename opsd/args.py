@@ -166,7 +166,6 @@ class OPSDConfig(MethodArgs, PlainCpu, TrainingArguments):
         "Sequences of a micro-batch in one row without padding: auto = where attention allows.",
         ("auto", "true", "false"),
     )
-    compile_layers: bool = _option(False, "torch.compile of each decoder layer while training; false = eager layers.")
     position_gap: bool = _option(False, "Right-pad prompts and leave the published gap in the positions (ablation).")
     first_token_from_padding: bool = _option(
         False, "Predict the first token from the last padded position, as published (ablation of position_gap)."

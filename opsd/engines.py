@@ -11,6 +11,12 @@ from opsd.rollout_server import ServerEngine
 from opsd.rollout_transformers import TransformersEngine
 
 CANARY_TOKENS = 64
+# Decoding a step's rollouts on a GPU: sequences times key-value heads are more pieces of work than it has multiprocessors, so cutting a
+# sequence's attention only costs a kernel that joins the pieces; the norms of query and key and the rotary embedding become one kernel.
+TUNING = {
+    "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    "compilation_config": {"pass_config": {"enable_qk_norm_rope_fusion": True}},
+}
 
 
 def check_engine(args: OPSDConfig, api_key: str | None) -> None:
@@ -53,6 +59,7 @@ def build_engine(
             enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
             sleep=sleep,
             load_format=args.vllm_load_format,
+            tuning=TUNING if torch.cuda.is_available() else None,
             seed=args.seed,
         )
     if args.rollout_engine == "vllm_server":
@@ -73,6 +80,7 @@ def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> 
         logit_bytes=getattr(torch, args.logits_dtype).itemsize,
         lora_rank=model_args.lora_r,
         lora_targets=model_args.lora_target_modules,
+        liger=args.use_liger_kernel,
     )
     teacher = {}
     if args.teacher_kind == "ema":

@@ -1,7 +1,7 @@
 """What a training step will hold in GPU memory, item by item, before anything loads; and what follows for recomputation and sleep mode.
 
-Used by `opsd/setup_run.py`. The multiplicities were measured on an H200 with the Qwen3-1.7B shape (LoRA r 64, bf16, packed rows,
-compiled layers) and are held against those measurements by tests/test_memory.py; they scale with the model's linear layers.
+Used by `opsd/setup_run.py`. The multiplicities were measured on an H200 with the Qwen3-1.7B shape (LoRA r 64, bf16, packed rows) and
+are held against those measurements by tests/test_memory.py; they scale with the model's linear layers.
 """
 
 import logging
@@ -15,10 +15,10 @@ from opsd.projection import default_chunk_size
 
 logger = logging.getLogger(__name__)
 
-SAVED_PER_OUTPUT = (
-    2.81  # values kept for the backward pass, per output feature of a decoder layer's linear layers and token
-)
-SAVED_WITH_WEIGHTS = 1.4  # a constant part beside them, in decoder weights; measured, it does not depend on the batch
+# Kept for the backward pass, without and with Liger's kernels: values per token and output feature of a decoder layer's linear layers, and
+# a constant part in decoder weights; measured, it does not depend on the batch.
+SAVED_PER_OUTPUT = {False: 2.81, True: 1.76}
+SAVED_WITH_WEIGHTS = {False: 1.4, True: 0.1}
 HIDDEN_COPIES = 5.4  # values per hidden feature and completion token around the loss: both roles, gradient, final norm
 SLEEPING_ENGINE = int(1.5 * GIB)  # what a sleeping vLLM keeps: CUDA graphs and workspaces
 CONTEXT = 1 * GIB  # CUDA context and libraries
@@ -47,10 +47,11 @@ class Student:
     logit_bytes: int
     lora_rank: int | None
     lora_targets: tuple[str, ...]
+    liger: bool = False  # whether Liger's kernels keep less for the backward pass
 
     @classmethod
-    def of(cls, config: PretrainedConfig, *, weight_bytes: int, logit_bytes: int, lora_rank, lora_targets):
-        return cls(config, *linear_shapes(config), weight_bytes, logit_bytes, lora_rank, tuple(lora_targets))
+    def of(cls, config: PretrainedConfig, *, weight_bytes: int, logit_bytes: int, lora_rank, lora_targets, liger=False):
+        return cls(config, *linear_shapes(config), weight_bytes, logit_bytes, lora_rank, tuple(lora_targets), liger)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def training_items(student: Student, step: StepShape, *, recompute: bool) -> dic
         outputs = sum(out for out, _ in decoder.values())
         weights = sum(out * features for out, features in decoder.values())
         items["activations (recomputation off)"] = int(
-            student.weight_bytes * (inputs * SAVED_PER_OUTPUT * outputs + SAVED_WITH_WEIGHTS * weights)
+            student.weight_bytes
+            * (inputs * SAVED_PER_OUTPUT[student.liger] * outputs + SAVED_WITH_WEIGHTS[student.liger] * weights)
         )
     items["hidden states around the loss"] = int(completions * HIDDEN_COPIES * text.hidden_size * student.weight_bytes)
     rows = min(default_chunk_size(text.vocab_size, student.logit_bytes), completions)

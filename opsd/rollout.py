@@ -77,13 +77,15 @@ class VLLMEngine:
         kv_cache_dtype: str = "auto",
         tensor_parallel_size: int = 1,
         with_logps: bool = True,
+        tuning: dict | None = None,
         seed: int = 0,
     ):
+        """`tuning`: further arguments of vLLM's `LLM` that change its speed, not what it computes."""
         import torch.distributed as dist
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        options = {}
+        options = dict(tuning or {})
         if current_platform.is_cpu():
             # a prompt cut in two rewinds its request's generator, which torch cannot do on a CPU
             options["enable_chunked_prefill"] = False

@@ -27,6 +27,8 @@ from .projection import (
     operand_dtype_of,
 )
 
+BLOCK = 128  # entries of a block in the search for a row's largest entries
+
 # Sums over unmasked tokens; additive over micro-batches and processes, divide by `tokens`.
 SAMPLED_TOKEN_STATISTICS = (
     "tokens",
@@ -45,7 +47,7 @@ def kept_log_mass(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tenso
     vocab_size = logits.shape[-1]
     if top_k == 0 and top_p == 1.0:
         return logits.logsumexp(-1)
-    kept = logits.topk(min(top_k, vocab_size) if top_k else vocab_size, dim=-1).values  # (n, K), descending
+    kept = largest(logits, min(top_k, vocab_size) if top_k else vocab_size)  # (n, K), descending
     if top_p < 1.0:
         probs = kept.softmax(-1)
         mass_before = probs.cumsum(-1) - probs
@@ -53,6 +55,22 @@ def kept_log_mass(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tenso
         beyond[:, 0] = False
         kept = kept.masked_fill(beyond, -math.inf)
     return kept.logsumexp(-1)
+
+
+def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` largest entries of every row `(n, V)`, descending.
+
+    The row is cut into blocks; its largest entries can only lie in the `count` blocks with the largest maxima, so one pass over the row
+    and a search among few candidates find them, where `topk` reads the row many times.
+    """
+    blocks = logits.shape[-1] // BLOCK
+    if blocks <= 2 * count:
+        return logits.topk(count, dim=-1).values
+    split = blocks * BLOCK
+    blocked = logits[:, :split].unflatten(-1, (blocks, BLOCK))  # (n, blocks, BLOCK)
+    best = blocked.amax(-1).topk(count, dim=-1).indices  # (n, count)
+    candidates = blocked.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    return torch.cat([candidates, logits[:, split:]], dim=-1).topk(count, dim=-1).values
 
 
 def sampled_token_logps(

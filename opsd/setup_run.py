@@ -15,7 +15,7 @@ from opsd.engines import build_engine, check_engine, plan_memory
 from opsd.memory import announce
 from opsd.model import end_token_ids, load_config, load_student
 from opsd.runinfo import git_state, hardware, log_to_stderr, package_versions, write_json, write_text
-from opsd.speed import compile_layers, drop_input_casts
+from opsd.speed import choose_liger, drop_input_casts, fuse_adapters
 from opsd.trainer import OPSDTrainer
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ def build_trainer(
     )
     if args.bf16:
         drop_input_casts(model)
-    if args.compile_layers:
-        logger.info("compiled %d decoder layers; the first steps take longer", compile_layers(model))
+    choose_liger(args, config.get_text_config().model_type)
     before = allocated_bytes()
     engine = build_engine(
         args,
@@ -110,7 +109,11 @@ def build_trainer(
         sleep=plan.sleep,
         api_key=api_key,
     )
-    return OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=allocated_bytes() - before)
+    trainer = OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=allocated_bytes() - before)
+    whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    if args.bf16 and whole and model.dtype == torch.bfloat16:
+        fuse_adapters(model)
+    return trainer
 
 
 def allocated_bytes() -> int:

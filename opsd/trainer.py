@@ -144,7 +144,7 @@ class OPSDTrainer(Trainer):
             self._metrics.keep_largest("sync_rel_err", torch.tensor(push_merged(self.model, self.engine, step)))
             return
         adapter_dir = self._adapter_root / f"step-{step}"
-        save_adapter(self.model, adapter_dir)
+        save_adapter(self.model, adapter_dir, self._tap.head.weight.dtype)  # the dtype that the engine computes in
         self.engine.sync(adapter_dir, step)
         shutil.rmtree(adapter_dir)
 

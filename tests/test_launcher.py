@@ -66,8 +66,8 @@ def test_dry_run_shows_the_published_values(name):
     rows = shown(resolve([str(ROOT / name)], {}, gpus=4))
     for field, value in GOLDEN[name].items():
         assert rows[field][0] == value, field
-    assert rows["per_device_train_batch_size"] == ("4", "derived")
-    assert rows["gradient_accumulation_steps"] == ("2", "derived")
+    assert rows["per_device_train_batch_size"] == ("8", "derived")
+    assert rows["gradient_accumulation_steps"] == ("1", "derived")
     assert rows["num_processes"] == ("4", "default") and rows["accelerate_config"] == ("ddp", "default")
     assert rows["learning_rate"][1] == Path(name).name
     assert set(own_fields()) <= set(rows)
@@ -211,7 +211,7 @@ def test_world_sizes_that_divide_the_step(world):
     launch = resolve([], {}, gpus=world)
     rows = shown(launch)
     batch, accumulation = int(rows["per_device_train_batch_size"][0]), int(rows["gradient_accumulation_steps"][0])
-    assert world * batch * accumulation == 32 and batch <= 4
+    assert world * batch * accumulation == 32 and batch <= 16
     assert rows["world_size"] == (str(world), "derived")
     assert launch.command[launch.command.index("--num_processes") + 1] == str(world)
     config = "single" if world == 1 else "ddp"

@@ -40,8 +40,22 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("sequences", "prompt", "completion", "recomputed", "kept"), MEASURED)
-def test_the_estimate_is_within_a_tenth_of_the_measured_peaks(student, sequences, prompt, completion, recomputed, kept):
+# the same with Liger's kernels and fused adapters (results/bench_step.json)
+MEASURED_WITH_LIGER = [
+    (4, 200, 1024, 7.27, 16.2),
+    (8, 200, 1024, 7.87, 25.5),
+    (16, 200, 1024, 9.06, 44.1),
+    (4, 175, 1024, 6.99, 15.6),
+    (4, 175, 2048, 7.49, 23.4),
+    (4, 175, 4096, 8.49, 39.0),
+]
+
+
+@pytest.mark.parametrize("liger", [False, True])
+@pytest.mark.parametrize("row", range(6))
+def test_the_estimate_is_within_a_tenth_of_the_measured_peaks(student, liger, row):
+    sequences, prompt, completion, recomputed, kept = (MEASURED_WITH_LIGER if liger else MEASURED)[row]
+    student = dataclasses.replace(student, liger=liger)
     step = StepShape(sequences, rollouts=32, prompt_tokens=prompt, completion_tokens=completion)
     assert gib(training_items(student, step, recompute=True)) == pytest.approx(recomputed, rel=0.1)
     assert gib(training_items(student, step, recompute=False)) == pytest.approx(kept, rel=0.1)

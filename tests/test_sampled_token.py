@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from opsd.sampled_token import SAMPLED_TOKEN_STATISTICS, sampled_token_logps, sampled_token_loss
+from opsd.sampled_token import SAMPLED_TOKEN_STATISTICS, largest, sampled_token_logps, sampled_token_loss
 
 
 def make_case(tokens=10, vocab=23, hidden=6, seed=0):
@@ -218,3 +218,14 @@ def test_bad_sampling_settings_are_named(settings, message):
     student, _, weight, token_ids = make_case()
     with pytest.raises(ValueError, match=message):
         sampled_token_logps(student, weight, token_ids, **settings)
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(23, 5), (5000, 20), (151_936, 20), (128 * 41, 20)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_largest_is_topk(vocab, count, ties):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, vocab, generator=generator)
+    logits[1] = logits[1].sort().values  # all of the largest in one block, or in the entries after the last block
+    if ties:
+        logits = (4 * logits).round() / 4
+    assert torch.equal(largest(logits, count), logits.topk(count, dim=-1).values)
