@@ -81,7 +81,7 @@ def test_dry_run_shows_the_published_values(name):
 
 def test_every_shipped_recipe_parses():
     ablations = len(list((ROOT / "recipes" / "ablations").glob("*.env")))
-    assert len(RECIPES) == 5 + ablations and {"recipe.env", "paper.env", "tiny.env", "smollm2.env"} <= {
+    assert len(RECIPES) == 8 + ablations and {"recipe.env", "paper.env", "tiny.env", "smollm2.env"} <= {
         p.name for p in RECIPES
     }
     for path in RECIPES:
