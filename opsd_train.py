@@ -114,7 +114,9 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         )
         if average is not None:
             save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))
-        record |= trainer.run_totals() | {"wall_seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        gpus = args.world_size if args.device.type == "cuda" else 0
+        record |= trainer.run_totals() | {"wall_seconds": seconds, "gpu_seconds": seconds * gpus}
         record["base_sha256_after"] = base_hash(trainer.model)
         write_run(trainer, record, "finished")
         if record["base_sha256_after"] != record["base_sha256_before"]:

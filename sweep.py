@@ -1,19 +1,35 @@
 """Runs recipes on several seeds, evaluates each run, and appends one table with paired differences to the ledger.
 
-    python sweep.py recipes/tiny.env recipes/ablations/beta1.env --base_recipe recipes/tiny.env --seeds 3 --name ablations
+    python sweep.py recipes/tiny.env recipes/ablations/beta_1.env --base_recipe recipes/tiny.env --seeds 3 --name ablations
+    python sweep.py recipes/tiny.env recipes/baselines/sft_tiny.yaml --name baselines …
 
-A finished run (same hash of the resolved recipe, same seed) is never trained again, so a killed sweep goes on where it stopped.
+A YAML file is a baseline's: `sft_….yaml` is trained by baselines/sft_train.py, `grpo_….yaml` by grpo_train.py. A finished run (same
+hash of the resolved recipe, same seed) is never trained again, so a killed sweep goes on where it stopped.
 """
 
 import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from opsd.ledger import Run, append_to_ledger, paired, recipe_digest, score, summarise, sweep_table, write_sweep
+import yaml
+
+from opsd.ledger import (
+    Run,
+    append_to_ledger,
+    baseline_digest,
+    mean_costs,
+    paired,
+    recipe_digest,
+    score,
+    summarise,
+    sweep_table,
+    write_sweep,
+)
 from opsd.runinfo import exit_on_bad_input, read_json
 
 ROOT = Path(__file__).resolve().parent
@@ -27,13 +43,16 @@ def plan(arguments, extra: list[str]) -> list[Run]:
 
     runs = []
     for recipe in arguments.recipes:
-        flags = [
-            *extra,
-            *([f"--base_recipe={arguments.base_recipe}"] if uses_base(recipe, arguments.base_recipe) else []),
-        ]
-        launch = resolve([recipe, *flags], process_environment())
-        digest = recipe_digest(launch.training_arguments)
         name = Path(recipe).stem
+        if recipe.endswith((".yaml", ".yml")):
+            baseline_script(recipe)
+            digest = baseline_digest(yaml.safe_load(Path(recipe).read_text(encoding="utf-8")), extra)
+        else:
+            flags = [
+                *extra,
+                *([f"--base_recipe={arguments.base_recipe}"] if uses_base(recipe, arguments.base_recipe) else []),
+            ]
+            digest = recipe_digest(resolve([recipe, *flags], process_environment()).training_arguments)
         for seed in arguments.seeds:
             runs.append(Run(name, recipe, digest, seed, arguments.output_dir / f"{name}-{digest}-seed{seed}"))
     return runs
@@ -44,9 +63,21 @@ def uses_base(recipe: str, base_recipe: str | None) -> bool:
     return base_recipe is not None and "OPSD_BASE_RECIPE" in Path(recipe).read_text(encoding="utf-8")
 
 
+def baseline_script(recipe: str) -> Path:
+    """The script that a baseline's YAML file is for. Raises ValueError when its name says none."""
+    script = ROOT / "baselines" / f"{Path(recipe).stem.split('_')[0]}_train.py"
+    if not Path(recipe).is_file() or not script.is_file():
+        raise ValueError(
+            f"recipe={recipe} must be an existing file named sft_….yaml or grpo_….yaml, or a recipe (.env)"
+        )
+    return script
+
+
 def command_of(run: Run, arguments, extra: list[str], *, before: bool) -> list[str]:
     command = ["bash", str(ROOT / "train_capped.sh"), run.recipe_path, *extra]
-    if uses_base(run.recipe_path, arguments.base_recipe):
+    if run.is_baseline:
+        command = [sys.executable, str(baseline_script(run.recipe_path)), f"--config={run.recipe_path}", *extra]
+    elif uses_base(run.recipe_path, arguments.base_recipe):
         command.append(f"--base_recipe={arguments.base_recipe}")
     command += [f"--seed={run.seed}", f"--world_seed={run.seed}", f"--output_dir={run.folder}"]
     return [*command, f"--evaluate_before={str(before).lower()}", "--evaluate_after=true"]
@@ -59,34 +90,40 @@ def execute(runs: list[Run], arguments, extra: list[str]) -> None:
     gpu_of: dict[subprocess.Popen, str] = {}
     waiting = [run for run in runs if not run.finished]
     logger.info("%d of %d runs are finished already", len(runs) - len(waiting), len(runs))
-    while waiting or running:
-        while waiting and len(running) < arguments.parallel:
-            run = waiting.pop(0)
-            before = not base_path(arguments.output_dir, run.seed).is_file() and not any(
-                r.seed == run.seed for r in running.values()
-            )
-            run.folder.mkdir(parents=True, exist_ok=True)
-            environment = dict(os.environ)
-            gpu = next((g for g in gpus if g not in [gpu_of[p] for p in running]), None)
-            if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = gpu
-            with open(run.folder / "log.txt", "ab") as log:
-                process = subprocess.Popen(
-                    command_of(run, arguments, extra, before=before), stdout=log, stderr=log, env=environment
+    try:
+        while waiting or running:
+            while waiting and len(running) < arguments.parallel:
+                run = waiting.pop(0)
+                before = not base_path(arguments.output_dir, run.seed).is_file() and not any(
+                    r.seed == run.seed for r in running.values()
                 )
-            logger.info("started %s, seed %d, log %s", run.recipe, run.seed, run.folder / "log.txt")
-            running[process], gpu_of[process] = run, gpu
-        for process in [p for p in running if p.poll() is not None]:
-            run = running.pop(process)
-            if process.returncode:
-                for other in running:
-                    other.terminate()
-                raise RuntimeError(
-                    f"{run.recipe}, seed {run.seed} ended with exit code {process.returncode}; see {run.folder / 'log.txt'}"
+                run.folder.mkdir(parents=True, exist_ok=True)
+                environment = dict(os.environ)
+                gpu = next((g for g in gpus if g not in [gpu_of[p] for p in running]), None)
+                if gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = gpu
+                with open(run.folder / "log.txt", "ab") as log:
+                    process = subprocess.Popen(
+                        command_of(run, arguments, extra, before=before), stdout=log, stderr=log, env=environment
+                    )
+                logger.info("started %s, seed %d, log %s", run.recipe, run.seed, run.folder / "log.txt")
+                running[process], gpu_of[process] = run, gpu
+            for process in [p for p in running if p.poll() is not None]:
+                run = running.pop(process)
+                if process.returncode:
+                    raise RuntimeError(
+                        f"{run.recipe}, seed {run.seed} ended with exit code {process.returncode}; see {run.folder / 'log.txt'}"
+                    )
+                keep_base(run, arguments.output_dir)
+                logger.info(
+                    "finished %s, seed %d: %.1f %%", run.recipe, run.seed, 100 * score(read_json(run.result_path))
                 )
-            keep_base(run, arguments.output_dir)
-            logger.info("finished %s, seed %d: %.1f %%", run.recipe, run.seed, 100 * score(read_json(run.result_path)))
-        time.sleep(1)
+            time.sleep(1)
+    finally:  # a failed run or a signal: the others save a checkpoint and end
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
 
 
 def base_path(output_dir: Path, seed: int) -> Path:
@@ -108,9 +145,9 @@ def report(runs: list[Run], arguments, command: list[str]) -> None:
     rows = [summarise("base model", [paired(against[s], bases[s]) for s in bases], [score(b) for b in bases.values()])]
     for name in dict.fromkeys(run.recipe for run in runs):
         results = {run.seed: read_json(run.result_path) for run in runs if run.recipe == name}
-        rows.append(
-            summarise(name, [paired(against[s], r) for s, r in results.items()], [score(r) for r in results.values()])
-        )
+        costs = mean_costs(read_json(run.folder / "run.json") for run in runs if run.recipe == name)
+        differences = [paired(against[s], r) for s, r in results.items()]
+        rows.append(summarise(name, differences, [score(r) for r in results.values()], costs))
     records = [{"recipe": r.recipe, "hash": r.digest, "seed": r.seed, "result": read_json(r.result_path)} for r in runs]
     records += [{"recipe": "base model", "hash": None, "seed": s, "result": b} for s, b in bases.items()]
     path = arguments.results_dir / f"sweep_{arguments.name}.json"
@@ -128,7 +165,9 @@ def report(runs: list[Run], arguments, command: list[str]) -> None:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("recipes", nargs="+", help="Recipe files; their order is the table's.")
+    parser.add_argument(
+        "recipes", nargs="+", help="Recipe files, or baselines' YAML files; their order is the table's."
+    )
     parser.add_argument(
         "--base_recipe", default=None, help="Base for the recipes that extend one, e.g. recipes/tiny.env."
     )
@@ -152,6 +191,7 @@ def main(argv: list[str]) -> None:
             f"parallel={arguments.parallel} needs as many gpus, got gpus={arguments.gpus}; name one GPU for each"
         )
     arguments.seeds = list(range(arguments.seeds))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the `finally` that ends the runs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     runs = plan(arguments, extra)
     if arguments.against and arguments.against not in {run.recipe for run in runs}:

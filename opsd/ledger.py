@@ -7,6 +7,7 @@ table comes out of a result JSON.
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +35,11 @@ class Run:
         return self.folder / "eval" / "after" / "result.json"
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether `recipe_path` is a YAML file of baselines/ rather than a recipe of OPSD."""
+        return self.recipe_path.endswith((".yaml", ".yml"))
+
+    @property
     def finished(self) -> bool:
         return self.result_path.is_file()
 
@@ -48,6 +54,12 @@ def recipe_digest(training_arguments: list[str]) -> str:
             groups[-1].append(word)
     kept = sorted(g for g in groups if g[0].split("=")[0] not in NOT_PART_OF_A_RECIPE)
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
+
+
+def baseline_digest(settings: dict, extra: list[str]) -> str:
+    """The same over a baseline's YAML file and the sweep's own flags."""
+    kept = {name: value for name, value in settings.items() if f"--{name}" not in NOT_PART_OF_A_RECIPE}
+    return hashlib.sha256(json.dumps([sorted(kept.items()), extra]).encode()).hexdigest()[:16]
 
 
 def counts_of(result: dict) -> list[tuple[int, int]]:
@@ -74,8 +86,25 @@ def score(result: dict) -> float:
     return result["statistics"]["avg_at_k"]
 
 
-def summarise(name: str, differences: list[tuple[float, float]], scores: list[float]) -> dict:
-    """Mean over seeds with the sampling error of that mean, and the spread between seeds; fractions."""
+COSTS = ("tokens_generated", "tokens_trained", "gpu_seconds")
+
+
+def mean_costs(records: Iterable[dict]) -> dict[str, float | None]:
+    """What a run cost, from several runs' run.json: sampled tokens, tokens through the trained model, GPU seconds (None without a GPU)."""
+    records = list(records)
+    means = dict.fromkeys(COSTS)
+    for name in COSTS:
+        if all(name in record for record in records):
+            means[name] = fmean(record[name] for record in records)
+    if means["gpu_seconds"] == 0:
+        means["gpu_seconds"] = None
+    return means
+
+
+def summarise(
+    name: str, differences: list[tuple[float, float]], scores: list[float], costs: dict[str, float | None] | None = None
+) -> dict:
+    """Mean over seeds with the sampling error of that mean, and the spread between seeds; fractions. `costs` as from `mean_costs`."""
     values = [d for d, _ in differences]
     error = math.sqrt(sum(e * e for _, e in differences)) / len(differences)
     mean = fmean(values)
@@ -89,14 +118,16 @@ def summarise(name: str, differences: list[tuple[float, float]], scores: list[fl
         "standard_error": error,
         "interval": [mean - 1.96 * error, mean + 1.96 * error],
         "between_seed_sd": stdev(values) if len(values) > 1 else None,
+        "costs": costs or dict.fromkeys(COSTS),
     }
 
 
 def sweep_table(rows: list[dict], against: str) -> str:
     """Markdown table of summaries, percent; bold where the sampling interval of the difference excludes zero."""
     lines = [
-        f"| recipe | seeds | avg@k | per seed | difference to {against} | 95 % (sampling) | sd between seeds |",
-        "|---|---|---|---|---|---|---|",
+        f"| recipe | seeds | avg@k | per seed | difference to {against} | 95 % (sampling) | sd between seeds | tokens sampled | trained | "
+        "GPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["interval"]
@@ -107,7 +138,9 @@ def sweep_table(rows: list[dict], against: str) -> str:
         per_seed = ", ".join(f"{100 * s:.1f}" for s in row["scores"])
         lines.append(
             f"| {row['recipe']} | {row['seeds']} | {100 * row['avg_at_k']:.1f} | {per_seed} | {difference} | "
-            f"{100 * low:+.1f} … {100 * high:+.1f} | {spread} |"
+            f"{100 * low:+.1f} … {100 * high:+.1f} | {spread} | "
+            + " | ".join("–" if cost is None else f"{cost:,.0f}" for cost in row["costs"].values())
+            + " |"
         )
     return "\n".join(lines)
 

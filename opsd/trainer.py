@@ -303,12 +303,10 @@ class OPSDTrainer(Trainer):
         check_adapter(Path(output_dir or self.args.output_dir))
 
     def run_totals(self) -> dict[str, float | int]:
-        """Totals of this process's training for run.json."""
-        return {
-            "steps": self.state.global_step,
-            "tokens_generated": self.tokens_generated,
-            "tokens_trained": self.tokens_trained,
-        }
+        """Totals over all processes for run.json, since this run was started or resumed; every process has to take part."""
+        counts = torch.tensor([self.tokens_generated, self.tokens_trained], device=self.accelerator.device)
+        generated, trained = self.accelerator.reduce(counts, reduction="sum").tolist()
+        return {"steps": self.state.global_step, "tokens_generated": generated, "tokens_trained": trained}
 
     def close(self) -> None:
         """Stops the engine and removes the adapters it was given."""

@@ -1,13 +1,28 @@
 """Sweeps: identity of a run, resuming, paired differences and the ledger, on made-up results and a stand-in for the launcher."""
 
+import argparse
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import sweep
-from opsd.ledger import Run, append_to_ledger, paired, recipe_digest, summarise, sweep_table
+from opsd.ledger import (
+    Run,
+    append_to_ledger,
+    baseline_digest,
+    mean_costs,
+    paired,
+    recipe_digest,
+    summarise,
+    sweep_table,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def result(correct: list[int], *, n: int = 12, benchmark: str = "b", regime: str = "r", name: str = "x") -> dict:
@@ -92,6 +107,8 @@ for name, correct in (("before", 4), ("after", 8)):
         result = {"name": name, "regime_hash": "r", "benchmark": {"sha256": options["seed"]}, "problems": problems}
         result["statistics"] = {"avg_at_k": correct / 12}
         (target / "result.json").write_text(json.dumps(result))
+record = {"tokens_generated": 100 + int(options["seed"]), "tokens_trained": 700, "gpu_seconds": 0.0}
+(folder / "run.json").write_text(json.dumps(record))
 """
 
 
@@ -130,6 +147,7 @@ def test_a_sweep_trains_each_run_once_and_measures_each_base_once(stand_in, caps
     data = json.loads((stand_in / "results" / "sweep_t.json").read_text())
     assert [row["recipe"] for row in data["rows"]] == ["base model", "tiny", "tiny_swapped"]
     assert data["rows"][1]["difference"] == pytest.approx(1 / 3)
+    assert data["rows"][1]["costs"] == {"tokens_generated": 100.5, "tokens_trained": 700, "gpu_seconds": None}
     assert "tiny_swapped" in capsys.readouterr().out
 
 
@@ -159,3 +177,67 @@ def test_unknown_baseline_and_bad_counts_are_refused(stand_in):
         call(stand_in, "--against=nothing")
     with pytest.raises(ValueError, match="parallel=2 needs as many gpus"):
         call(stand_in, "--parallel=2", "--gpus=0")
+
+
+def test_a_baseline_is_a_run_of_its_own_script(tmp_path):
+    arguments = argparse.Namespace(
+        recipes=["recipes/baselines/sft_tiny.yaml"], seeds=[0], base_recipe="recipes/tiny.env", output_dir=tmp_path
+    )
+    (run,) = sweep.plan(arguments, [])
+    (other,) = sweep.plan(arguments, ["--learning_rate=1e-4"])
+    assert run.is_baseline and run.digest != other.digest
+    command = sweep.command_of(run, arguments, ["--learning_rate=1e-4"], before=True)
+    assert Path(command[1]).name == "sft_train.py" and command[2] == "--config=recipes/baselines/sft_tiny.yaml"
+    assert {"--learning_rate=1e-4", "--seed=0", "--world_seed=0", "--evaluate_before=true"} <= set(command)
+    assert not any("base_recipe" in word for word in command)
+    for wrong in ("recipes/baselines/none.yaml", "recipes/baselines/dpo_tiny.yaml"):
+        with pytest.raises(ValueError, match="must be an existing file named sft_"):
+            sweep.baseline_script(wrong)
+
+
+def test_the_identity_of_a_baseline_leaves_out_what_repeats_it():
+    settings = {"learning_rate": 1e-3, "output_dir": "a", "seed": 1}
+    assert baseline_digest(settings, []) == baseline_digest({"learning_rate": 1e-3, "output_dir": "b"}, [])
+    assert baseline_digest(settings, []) != baseline_digest(settings | {"learning_rate": 1e-4}, [])
+
+
+def test_costs_are_means_over_seeds_and_absent_without_a_gpu():
+    cpu = {"tokens_generated": 0, "tokens_trained": 10, "gpu_seconds": 0.0}
+    assert mean_costs([cpu, cpu | {"tokens_trained": 20}]) == {
+        "tokens_generated": 0,
+        "tokens_trained": 15,
+        "gpu_seconds": None,
+    }
+    assert mean_costs([cpu | {"gpu_seconds": 8.0}])["gpu_seconds"] == 8
+    old = {"tokens_generated": 5, "tokens_trained": 10}  # written before GPU seconds were
+    row = summarise("x", [(0.0, 0.1)], [0.5], mean_costs([old]))
+    assert sweep_table([row], "y").endswith("| 5 | 10 | – |")
+
+
+SLEEPER = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: ((folder / "ended").touch(), sys.exit(0)))
+(folder / "started").touch()
+time.sleep(60)
+"""
+SWEEP = """
+import sys
+sys.path.insert(0, {root!r})
+import sweep
+sweep.command_of = lambda run, *_, **__: [sys.executable, {script!r}, str(run.folder)]
+sweep.main(["recipes/tiny.env", "--seeds=1", "--name=t", "--question=q", "--output_dir={runs}", "--results_dir={runs}"])
+"""
+
+
+def test_a_terminated_sweep_ends_its_runs(tmp_path):
+    script, runs = tmp_path / "sleeper.py", tmp_path / "runs"
+    script.write_text(SLEEPER)
+    program = SWEEP.format(root=str(ROOT), script=str(script), runs=runs)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not list(runs.glob("*/started")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert len(list(runs.glob("*/ended"))) == 1
