@@ -107,7 +107,9 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if preemption.requested:
             write_run(trainer, record, "stopped", steps=trainer.state.global_step)
-            logging.getLogger("opsd").warning("to go on: the same command with --resume_from_checkpoint latest")
+            logging.getLogger("opsd").warning(
+                "to go on: the same command with --resume_from_checkpoint latest (train_capped.sh: --resume)"
+            )
             return None
         adapter_dir = save_complete(
             trainer, "adapter", lambda: trainer.save_model(str(staging_dir(output_dir) / "adapter"))

@@ -76,7 +76,7 @@ def baseline_script(recipe: str) -> Path:
 def command_of(run: Run, arguments, extra: list[str], *, before: bool) -> list[str]:
     command = ["bash", str(ROOT / "train_capped.sh"), run.recipe_path, *extra]
     if run.is_baseline:
-        command = [sys.executable, str(baseline_script(run.recipe_path)), f"--config={run.recipe_path}", *extra]
+        command = [sys.executable, str(baseline_script(run.recipe_path)), "--config", run.recipe_path, *extra]
     elif uses_base(run.recipe_path, arguments.base_recipe):
         command.append(f"--base_recipe={arguments.base_recipe}")
     command += [f"--seed={run.seed}", f"--world_seed={run.seed}", f"--output_dir={run.folder}"]

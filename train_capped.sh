@@ -2,6 +2,7 @@
 # Trains one recipe. "Capped" limits the budget: at most STEP_CAP optimizer steps of at most ROLLOUT_CAP rollouts.
 #
 #     bash train_capped.sh [RECIPE] [--name value]...      RECIPE defaults to recipe.env; paths are relative to this folder
+#     bash train_capped.sh [RECIPE] --resume               goes on from the last complete checkpoint of the output folder
 #
 # Precedence, highest first: flags, OPSD_NAME environment variables, the recipe, its base recipe (OPSD_BASE_RECIPE, --base_recipe), the
 # defaults of opsd/args.py.
@@ -17,7 +18,7 @@ readonly ROLLOUT_CAP=32
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
 if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    sed -n '2,9s/^# \{0,1\}//p' train_capped.sh
+    sed -n '2,10s/^# \{0,1\}//p' train_capped.sh
     printf '\nEvery argument with its help text: python opsd_train.py --help\n'
     exit 0
 fi

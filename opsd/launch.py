@@ -58,6 +58,9 @@ def known_names() -> Names:
     return Names(training_fields(), lists)
 
 
+RESUME = "--resume_from_checkpoint=latest"  # what the launcher's flag --resume stands for
+
+
 def default_text(value: object) -> str:
     """A default as it would be written on the command line."""
     if isinstance(value, bool):
@@ -111,6 +114,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], gpus: int | None = 
     from opsd.sharding import check_sharding, mode_of_config
 
     names = known_names()
+    argv = [RESUME if word == "--resume" else word for word in argv]
     with_recipe = bool(argv) and not argv[0].startswith("--")
     from_flags = recipe.read_flags(argv[1:] if with_recipe else argv, names)
     from_environment = recipe.read_environment(environ, names)

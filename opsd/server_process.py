@@ -85,11 +85,15 @@ def server_command(
     gpu_memory_utilization: float = 0.9,
     enforce_eager: bool = False,
     load_format: str = "auto",
+    tensor_parallel_size: int = 1,
 ) -> list[str]:
-    """The command of a server that `ServerEngine` can use."""
+    """The command of a server that `ServerEngine` can use. `tensor_parallel_size`: GPUs that hold one copy of the model together."""
+    if tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be >= 1 GPUs; 1 = the model on one GPU")
     command = [sys.executable, "-m", MODULE, "--model", model, "--host", host, "--port", str(port)]
     command += ["--dtype", dtype, "--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     command += ["--gpu-memory-utilization", str(gpu_memory_utilization), "--load-format", load_format]
+    command += ["--tensor-parallel-size", str(tensor_parallel_size)]
     command += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1"]
     command += ["--max-lora-rank", str(vllm_lora_rank(max_lora_rank))]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -147,6 +151,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max_num_seqs", type=int, default=256, help="Completions sampled at once.")
     parser.add_argument("--max_lora_rank", type=int, default=64, help="The trainer's lora_r, or more.")
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.9)
+    parser.add_argument(
+        "--tensor_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs of this server that share the model, from 8B on; 1 = off.",
+    )
     parser.add_argument("--enforce_eager", action="store_true", help="No CUDA graphs.")
     options = vars(parser.parse_args(argv))
     environment = process_environment()

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,11 @@ import torch
 from random_qwen3 import save_model
 from safetensors.torch import load_file, save_file
 from test_trainer import ScriptedEngine, adapter_state, make_trainer
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
 
 import opsd_train
 from callbacks.guards import Guards, TrainingStopped
+from callbacks.preemption import SAME_REQUEST_S, Preemption
 from callbacks.weight_average import FILE, WeightAverage
 from opsd.adapter import check_adapter
 from opsd.args import training_parser
@@ -250,3 +254,30 @@ def test_the_training_script_stops_with_one_line_and_a_record(tmp_path):
     assert (tmp_path / "run" / "learning_rate.png").is_file() and not (tmp_path / "run" / "adapter").exists()
     batch = read_jsonl(tmp_path / "run" / "stopped_batch.jsonl")
     assert len(batch) == 4 and batch[0]["per_token_logps"][0] == "nan"
+
+
+class OneProcess:
+    device = "cpu"
+
+    def reduce(self, value, reduction):
+        return value
+
+
+def test_a_request_heard_twice_is_one_and_a_later_one_ends_at_once(monkeypatch):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))  # in place of the process's end
+    try:
+        callback, control = Preemption(OneProcess()), TrainerControl()
+        callback.on_train_begin(None, None, control)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == []
+        callback.on_step_end(None, TrainerState(global_step=3), control)
+        assert control.should_save and control.should_training_stop and callback.requested
+        now = time.monotonic()
+        monkeypatch.setattr("callbacks.preemption.time.monotonic", lambda: now + SAME_REQUEST_S + 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        callback.on_train_end(None, None, control)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -323,3 +323,8 @@ def test_processes_default_to_the_visible_gpus(monkeypatch):
     assert shown(resolve([], {"OPSD_NUM_PROCESSES": "2"}))["num_processes"] == ("2", "environment")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert shown(resolve([], {}))["num_processes"] == ("1", "default")
+
+
+@pytest.mark.parametrize("argv", [["--resume"], [str(ROOT / "recipe.env"), "--resume"]])
+def test_resume_is_short_for_the_latest_checkpoint(argv):
+    assert "--resume_from_checkpoint=latest" in resolve(argv, {}, gpus=1).training_arguments

@@ -171,12 +171,17 @@ def test_the_key_is_required_and_not_on_the_command_line(tmp_path):
     assert not any("key" in word for word in command)
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--max-lora-rank") + 1] == "8"
+    assert command[command.index("--tensor-parallel-size") + 1] == "1"
+    shared = server_command("m", 1, tensor_parallel_size=4, **options)
+    assert shared[shared.index("--tensor-parallel-size") + 1] == "4"
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be >= 1"):
+        server_command("m", 1, tensor_parallel_size=0, **options)
 
 
 def test_the_command_for_users_becomes_the_server(monkeypatch):
     became = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
-    words = "--model m --port 8001 --max_model_len 3072 --max_lora_rank 64".split()
+    words = "--model m --port 8001 --max_model_len 3072 --max_lora_rank 64 --tensor_parallel_size 2".split()
     with pytest.raises(ValueError, match="OPSD_VLLM_API_KEY is not set"):
         opsd.server_process.main(words)
     monkeypatch.setenv("OPSD_VLLM_API_KEY", "secret")
@@ -184,7 +189,7 @@ def test_the_command_for_users_becomes_the_server(monkeypatch):
     ((program, command, environment),) = became
     assert program == command[0] and "secret" not in " ".join(command)
     assert environment["VLLM_API_KEY"] == "secret" and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
-    options = dict(dtype="bfloat16", max_model_len=3072, max_num_seqs=256, max_lora_rank=64)
+    options = dict(dtype="bfloat16", max_model_len=3072, max_num_seqs=256, max_lora_rank=64, tensor_parallel_size=2)
     assert command == server_command("m", 8001, **options)
 
 

@@ -187,7 +187,8 @@ def test_a_baseline_is_a_run_of_its_own_script(tmp_path):
     (other,) = sweep.plan(arguments, ["--learning_rate=1e-4"])
     assert run.is_baseline and run.digest != other.digest
     command = sweep.command_of(run, arguments, ["--learning_rate=1e-4"], before=True)
-    assert Path(command[1]).name == "sft_train.py" and command[2] == "--config=recipes/baselines/sft_tiny.yaml"
+    assert Path(command[1]).name == "sft_train.py"
+    assert command[2:4] == ["--config", "recipes/baselines/sft_tiny.yaml"]
     assert {"--learning_rate=1e-4", "--seed=0", "--world_seed=0", "--evaluate_before=true"} <= set(command)
     assert not any("base_recipe" in word for word in command)
     for wrong in ("recipes/baselines/none.yaml", "recipes/baselines/dpo_tiny.yaml"):
