@@ -107,18 +107,14 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if preemption.requested:
             write_run(trainer, record, "stopped", steps=trainer.state.global_step)
-            logging.getLogger("opsd").warning(
-                "to go on: the same command with --resume_from_checkpoint latest (train_capped.sh: --resume)"
-            )
+            logging.getLogger("opsd").warning("to go on: the same command with --resume_from_checkpoint latest")
             return None
         adapter_dir = save_complete(
             trainer, "adapter", lambda: trainer.save_model(str(staging_dir(output_dir) / "adapter"))
         )
         if average is not None:
             save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))
-        seconds = time.perf_counter() - started
-        gpus = args.world_size if args.device.type == "cuda" else 0
-        record |= trainer.run_totals() | {"wall_seconds": seconds, "gpu_seconds": seconds * gpus}
+        record |= trainer.run_totals(time.perf_counter() - started)
         record["base_sha256_after"] = base_hash(trainer.model)
         write_run(trainer, record, "finished")
         if record["base_sha256_after"] != record["base_sha256_before"]:

@@ -7,6 +7,7 @@ import argparse
 import re
 from pathlib import Path
 
+from opsd.eval_output import table
 from opsd.ledger import sweep_table
 from opsd.runinfo import exit_on_bad_input, read_json, read_jsonl, write_text
 
@@ -103,6 +104,15 @@ def rollout_block(results: Path) -> str:
     )
 
 
+EVALUATIONS = ("smollm2/before.json", "smollm2/after.json")
+
+
+def evaluation_block(results: Path) -> str:
+    paths = [f"results/{name}" for name in EVALUATIONS]
+    text = table([str(results / name) for name in EVALUATIONS])
+    return f"{text}\n\n`python eval_aime.py --table {' '.join(paths)}`"
+
+
 def trust_block(results: Path) -> str:
     record = read_json(results / "trust.json")
     kills, inputs, fuzz, soak = (record[name] for name in ("kills", "bad_input", "fuzz", "soak"))
@@ -121,7 +131,9 @@ def trust_block(results: Path) -> str:
 def blocks(results: Path) -> dict[str, str]:
     """Every generated block of the README whose data exists."""
     makers = {"loss": loss_block, "step": step_block, "rollout": rollout_block, "shape_run": shape_run_block}
-    found = {name: make(results) for name, make in (makers | {"trust": trust_block}).items()}
+    found = {
+        name: make(results) for name, make in (makers | {"trust": trust_block, "evaluations": evaluation_block}).items()
+    }
     for name in ("tiny", "ablations"):
         if (results / f"sweep_{name}.json").is_file():
             found[name] = sweep_block(results, name)

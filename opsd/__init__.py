@@ -15,6 +15,6 @@ Evaluation:     grading.py grading_worker.py benchmarks.py evaluation.py majorit
                 eval_result.py eval_output.py eval_table.py comparison_side.py comparison_checks.py comparison.py
                 comparison_text.py report.py report_html.py report_figures.py
 Launcher:       recipe.py processes.py launch.py accelerate_launch.py pins.py
-Sweeps:         ledger.py
+Sweeps:         ledger.py sweep_plan.py
 What a run leaves behind: runinfo.py
 """

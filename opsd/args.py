@@ -109,6 +109,7 @@ class DataArgs:
 
 
 ENGINES = ("vllm", "vllm_server", "transformers")
+BOX_POLICIES = ("outside_unfinished_think", "after_think", "anywhere")
 
 
 @dataclass
@@ -255,9 +256,7 @@ class EvalRegime:
     )
     seed: int = _option(42, "Run seed; each sample's seed is derived from it, the problem and the sample's index.")
     kv_cache_dtype: str = _option("auto", "Precision of the KV cache: auto = the model's, or fp8.", ("auto", "fp8"))
-    box_policy: str = _option(
-        "outside_unfinished_think", "Which boxes count: see opsd/grading.py.", ("outside_unfinished_think", "anywhere")
-    )
+    box_policy: str = _option("outside_unfinished_think", "Which boxes count: see opsd/grading.py.", BOX_POLICIES)
 
     def __post_init__(self):
         _check(self.samples_per_problem > 0, f"samples_per_problem={self.samples_per_problem} must be > 0")

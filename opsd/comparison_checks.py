@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from opsd.paired_tests import expected_maximum
 
+ENGINE_FIELDS = ("kind", "dtype", "ignore_eos", "load_format")  # those that change what is sampled
 FREE_REGIME_FIELDS = ("seed", "samples_per_problem")  # may differ between comparable runs
 
 
@@ -60,7 +61,7 @@ def _regime_difference(a: dict, b: dict) -> dict[str, tuple]:
 
 
 def provenance_warnings(side_a: Sequence[dict], side_b: Sequence[dict]) -> list[str]:
-    """Differences in software and unclean working trees."""
+    """Differences in software, engine settings and prompts, and unclean working trees."""
     results = [*side_a, *side_b]
     warnings = []
     packages = sorted(
@@ -72,6 +73,14 @@ def provenance_warnings(side_a: Sequence[dict], side_b: Sequence[dict]) -> list[
             warnings.append(
                 f"{package} differs ({', '.join(versions)}): sampled text can change with the version alone"
             )
+    for name in ENGINE_FIELDS:
+        values = sorted({str(result["engine"][name]) for result in results})
+        if len(values) > 1:
+            warnings.append(f"engine {name} differs ({', '.join(values)}): the difference may come from it")
+    if len({result["prompts_sha256"] for result in results}) > 1:
+        warnings.append(
+            "the rendered prompts differ: another chat template or tokenizer, so the models were asked differently"
+        )
     unclean = sorted({result["name"] for result in results if result["dirty"]})
     if unclean:
         warnings.append(f"evaluated from a working tree with uncommitted changes: {', '.join(unclean)}")

@@ -6,10 +6,11 @@ After eval_runner.py; the statistics, texts and pages themselves are those of co
 from pathlib import Path
 
 from opsd.comparison import Comparison, compare
-from opsd.comparison_text import format_comparison
+from opsd.comparison_text import format_comparison, format_published
 from opsd.eval_result import RESULT_SCHEMA
 from opsd.eval_store import MANIFEST, RESULT, SAMPLES, read_record
 from opsd.eval_table import EXPORT_FORMS, results_table
+from opsd.published import compare_published, is_published, parse_published
 from opsd.report import write_report
 from opsd.runinfo import read_jsonl, write_json
 
@@ -50,7 +51,13 @@ def report(folders: list[Path], output_dir: Path) -> None:
 
 
 def compare_sides(sides: tuple[list[str], list[str]], *, allow_different_regime: bool, output_dir: Path | None) -> str:
-    """The paired comparison of two sides of results as text; with `output_dir`, also comparison.json and a report of both."""
+    """The paired comparison of two sides of results as text; with `output_dir`, also comparison.json and a report of both.
+
+    Sides may be published scores instead (`published.parse_published`): then nothing can be paired, and there is no report.
+    """
+    given = [text for side in sides for text in side]
+    if any(is_published(text) for text in given):
+        return _compare_published(sides, output_dir)
     paths = [[Path(path) for path in side] for side in sides]
     (results_a, samples_a), (results_b, samples_b) = map(read_results, paths)
     comparison: Comparison = compare(
@@ -70,6 +77,19 @@ def compare_sides(sides: tuple[list[str], list[str]], *, allow_different_regime:
             problem_texts=problem_texts([*paths[0], *paths[1]]),
         )
     return format_comparison(comparison)
+
+
+def _compare_published(sides: tuple[list[str], list[str]], output_dir: Path | None) -> str:
+    for side in sides:
+        if len(side) != 1 or not is_published(side[0]):
+            raise ValueError(
+                f"compare={' '.join(side)!r}: a published score is compared with one other published score, such as "
+                "anchor=54.22,sd=1.48,runs=5 -- seed=56.94,53.06,56.11; give result files on both sides to pair by problem"
+            )
+    comparison = compare_published(*(parse_published(side[0]) for side in sides))
+    if output_dir is not None:
+        write_json(output_dir / "comparison.json", comparison.to_dict())
+    return format_published(comparison)
 
 
 def table(paths: list[str]) -> str:

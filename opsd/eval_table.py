@@ -114,7 +114,7 @@ def to_lm_eval(result: dict) -> dict:
         "higher_is_better": {task: higher},
         "n-samples": {task: {"original": s["problems"], "effective": s["problems_with_samples"]}},
         "config": {
-            "model": "vllm",
+            "model": result["engine"]["kind"],
             "model_args": _model_arguments(result),
             "gen_kwargs": result["regime"],
             "random_seed": result["run_seed"],

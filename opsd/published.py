@@ -38,6 +38,11 @@ def published_from_runs(name: str, scores: Sequence[float]) -> PublishedScore:
     return PublishedScore(name, fmean(scores), tests.standard_deviation(scores), len(scores))
 
 
+def is_published(text: str) -> bool:
+    """Whether the text is a score rather than the path of a result: name=number…"""
+    return re.match(r"[^=,/]+=\d", text) is not None
+
+
 def parse_published(text: str) -> PublishedScore:
     """Reads "name=54.22,sd=1.48,runs=5" or "name=56.94,53.06,56.11", in percent."""
     number = r"\d+(?:\.\d+)?"

@@ -302,11 +302,13 @@ class OPSDTrainer(Trainer):
         super()._save(output_dir, state_dict)
         check_adapter(Path(output_dir or self.args.output_dir))
 
-    def run_totals(self) -> dict[str, float | int]:
-        """Totals over all processes for run.json, since this run was started or resumed; every process has to take part."""
+    def run_totals(self, seconds: float) -> dict[str, float | int]:
+        """Totals over all processes for run.json, of `seconds` since the start or the resume; every process has to take part."""
         counts = torch.tensor([self.tokens_generated, self.tokens_trained], device=self.accelerator.device)
         generated, trained = self.accelerator.reduce(counts, reduction="sum").tolist()
-        return {"steps": self.state.global_step, "tokens_generated": generated, "tokens_trained": trained}
+        gpus = self.args.world_size if self.accelerator.device.type == "cuda" else 0
+        totals = {"steps": self.state.global_step, "tokens_generated": generated, "tokens_trained": trained}
+        return totals | {"wall_seconds": seconds, "gpu_seconds": seconds * gpus}
 
     def close(self) -> None:
         """Stops the engine and removes the adapters it was given."""

@@ -55,6 +55,8 @@ def make_result(name: str, samples: list[dict], problems: int, n: int, **changes
         "benchmark": {"name": "aime24", "sha256": "0" * 64, "problems": problems},
         "regime": REGIME | {"samples_per_problem": n},
         "regime_hash": "1" * 16,
+        "engine": {"kind": "vllm", "dtype": "bfloat16", "ignore_eos": False, "load_format": "auto"},
+        "prompts_sha256": "2" * 64,
         "commit": "abc",
         "dirty": False,
         "versions": {"torch": "2.13.0"},

@@ -292,3 +292,20 @@ def test_results_are_reproducible(rates):
     random.seed(0)
     np.random.seed(0)
     assert compare(side_a, side_b).to_dict() == compare(side_a, side_b).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": {"dtype": "float32"}}, "engine dtype differs"),
+        ({"engine": {"kind": "transformers"}}, "engine kind differs"),
+        ({"engine": {"load_format": "dummy"}}, "engine load_format differs"),
+        ({"prompts_sha256": "other"}, "the rendered prompts differ"),
+    ],
+)
+def test_other_engines_and_prompts_are_told(rates, changes, words):
+    a, b = one_result("a", rates, 1), one_result("b", rates, 2)
+    assert words not in " ".join(compare([a], [b]).warnings)
+    if "engine" in changes:
+        changes = {"engine": b["engine"] | changes["engine"]}
+    assert words in " ".join(compare([a], [b | changes]).warnings)

@@ -272,3 +272,13 @@ def test_vllm_takes_many_prompts_at_once(world, tmp_path):
     process = start(arguments(world, tmp_path / "out", *more, engine="vllm"), tmp_path / "log")
     assert process.wait() == 0, (tmp_path / "log").read_text()[-2000:]
     assert len(texts(tmp_path / "out")) == 300
+
+
+def test_published_scores_are_compared_from_the_command_line(tmp_path, capsys):
+    anchor, seed = "anchor=54.22,sd=1.48,runs=5", "seed=56.94,53.06,56.11"
+    eval_aime.main(["--compare", anchor, "--", seed, "--output_dir", str(tmp_path)])
+    assert "about 26 runs a side would give 80 % power" in capsys.readouterr().out.splitlines()[-1]
+    assert json.loads((tmp_path / "comparison.json").read_text())["distinguishable"] is False
+    refused(["--compare", anchor, "--", "result.json"], "a published score is compared with one other published score")
+    refused(["--compare", anchor, seed, "--", seed], "a published score is compared with one other published score")
+    refused(["--compare", "anchor=54.22,sd=x", "--", seed], "must read name=54.22,sd=1.48,runs=5")

@@ -21,6 +21,7 @@ from opsd.ledger import (
     summarise,
     sweep_table,
 )
+from opsd.sweep_plan import baseline_script, command_of, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,7 +119,7 @@ def stand_in(tmp_path, monkeypatch):
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
 
-    def command_of(run, arguments, extra, *, before):
+    def stand_in_command(run, arguments, extra, *, before):
         return [
             sys.executable,
             str(script),
@@ -127,7 +128,7 @@ def stand_in(tmp_path, monkeypatch):
             f"--evaluate_before={str(before).lower()}",
         ]
 
-    monkeypatch.setattr(sweep, "command_of", command_of)
+    monkeypatch.setattr(sweep, "command_of", stand_in_command)
     return tmp_path
 
 
@@ -183,17 +184,17 @@ def test_a_baseline_is_a_run_of_its_own_script(tmp_path):
     arguments = argparse.Namespace(
         recipes=["recipes/baselines/sft_tiny.yaml"], seeds=[0], base_recipe="recipes/tiny.env", output_dir=tmp_path
     )
-    (run,) = sweep.plan(arguments, [])
-    (other,) = sweep.plan(arguments, ["--learning_rate=1e-4"])
+    (run,) = plan(arguments, [])
+    (other,) = plan(arguments, ["--learning_rate=1e-4"])
     assert run.is_baseline and run.digest != other.digest
-    command = sweep.command_of(run, arguments, ["--learning_rate=1e-4"], before=True)
+    command = command_of(run, arguments, ["--learning_rate=1e-4"], before=True)
     assert Path(command[1]).name == "sft_train.py"
     assert command[2:4] == ["--config", "recipes/baselines/sft_tiny.yaml"]
     assert {"--learning_rate=1e-4", "--seed=0", "--world_seed=0", "--evaluate_before=true"} <= set(command)
     assert not any("base_recipe" in word for word in command)
     for wrong in ("recipes/baselines/none.yaml", "recipes/baselines/dpo_tiny.yaml"):
         with pytest.raises(ValueError, match="must be an existing file named sft_"):
-            sweep.baseline_script(wrong)
+            baseline_script(wrong)
 
 
 def test_the_identity_of_a_baseline_leaves_out_what_repeats_it():

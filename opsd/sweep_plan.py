@@ -1,0 +1,56 @@
+"""Which runs a sweep consists of, and the command of each. Used by `sweep.py`; the record of what they gave is ledger.py's."""
+
+import sys
+from pathlib import Path
+
+import yaml
+
+from opsd.launch import resolve
+from opsd.ledger import Run, baseline_digest, recipe_digest
+from opsd.recipe import process_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def plan(arguments, extra: list[str]) -> list[Run]:
+    """Every run of the sweep, recipes outermost. Raises ValueError for a recipe that does not resolve, before anything runs."""
+    runs = []
+    for recipe in arguments.recipes:
+        name = Path(recipe).stem
+        if recipe.endswith((".yaml", ".yml")):
+            baseline_script(recipe)
+            digest = baseline_digest(yaml.safe_load(Path(recipe).read_text(encoding="utf-8")), extra)
+        else:
+            flags = [
+                *extra,
+                *([f"--base_recipe={arguments.base_recipe}"] if uses_base(recipe, arguments.base_recipe) else []),
+            ]
+            digest = recipe_digest(resolve([recipe, *flags], process_environment()).training_arguments)
+        for seed in arguments.seeds:
+            runs.append(Run(name, recipe, digest, seed, arguments.output_dir / f"{name}-{digest}-seed{seed}"))
+    return runs
+
+
+def uses_base(recipe: str, base_recipe: str | None) -> bool:
+    """Whether the sweep's base applies: to recipes that name a base of their own."""
+    return base_recipe is not None and "OPSD_BASE_RECIPE" in Path(recipe).read_text(encoding="utf-8")
+
+
+def baseline_script(recipe: str) -> Path:
+    """The script that a baseline's YAML file is for. Raises ValueError when its name says none."""
+    script = ROOT / "baselines" / f"{Path(recipe).stem.split('_')[0]}_train.py"
+    if not Path(recipe).is_file() or not script.is_file():
+        raise ValueError(
+            f"recipe={recipe} must be an existing file named sft_….yaml or grpo_….yaml, or a recipe (.env)"
+        )
+    return script
+
+
+def command_of(run: Run, arguments, extra: list[str], *, before: bool) -> list[str]:
+    command = ["bash", str(ROOT / "train_capped.sh"), run.recipe_path, *extra]
+    if run.is_baseline:
+        command = [sys.executable, str(baseline_script(run.recipe_path)), "--config", run.recipe_path, *extra]
+    elif uses_base(run.recipe_path, arguments.base_recipe):
+        command.append(f"--base_recipe={arguments.base_recipe}")
+    command += [f"--seed={run.seed}", f"--world_seed={run.seed}", f"--output_dir={run.folder}"]
+    return [*command, f"--evaluate_before={str(before).lower()}", "--evaluate_after=true"]
