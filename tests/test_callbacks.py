@@ -256,6 +256,37 @@ def test_the_training_script_stops_with_one_line_and_a_record(tmp_path):
     assert len(batch) == 4 and batch[0]["per_token_logps"][0] == "nan"
 
 
+class MoveBase(TrainerCallback):
+    """Writes to a base weight during training, as merging in place does."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        weights = next(p for name, p in model.named_parameters() if "mlp" in name and ".lora_" not in name)
+        weights.data[0, 0] += 1e-3
+
+
+def test_a_base_that_moves_is_named_and_stops_the_hand_off(tmp_path, monkeypatch):
+    model = save_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"problem": f"{i}+1?", "solution": f"{i + 1}"}) + "\n" for i in range(8)))
+    attach = opsd_train.attach_callbacks
+
+    def attach_and_move(trainer, tokenizer):
+        trainer.add_callback(MoveBase())
+        return attach(trainer, tokenizer)
+
+    monkeypatch.setattr(opsd_train, "attach_callbacks", attach_and_move)
+    arguments = [
+        f"--model_name_or_path={model}", f"--train_file={rows}", "--use_peft=true", "--lora_target_modules", "q_proj", "v_proj",
+        "--max_steps=2", "--rollouts_per_step=4", "--per_device_train_batch_size=4", "--max_completion_length=4", "--save_steps=1",
+        "--rollout_engine=transformers", "--use_cpu=true", "--dtype=float32", f"--output_dir={tmp_path / 'run'}", "--disable_tqdm=true",
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="the base weights changed during training .* so the teacher was not fixed"):
+        opsd_train.main(arguments)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["base_sha256_before"] != record["base_sha256_after"]
+    check_adapter(tmp_path / "run" / "checkpoint-2")  # what was computed is kept
+
+
 class OneProcess:
     device = "cpu"
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -243,3 +244,32 @@ def test_a_terminated_sweep_ends_its_runs(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
     assert len(list(runs.glob("*/ended"))) == 1
+
+
+SLOW_SECOND_RUN = """
+import pathlib, sys, time
+arguments = [f"--output_dir={sys.argv[1]}", "--seed=" + sys.argv[1][-1], "--evaluate_before=true"]
+if (pathlib.Path(sys.argv[1]).parent / "wait").exists() and sys.argv[1].endswith("1"):
+    (pathlib.Path(sys.argv[1]).parent / "waiting").touch()
+    time.sleep(60)
+sys.argv[1:] = arguments
+"""
+
+
+def test_a_killed_sweep_goes_on_and_trains_nothing_twice(tmp_path):
+    script, runs = tmp_path / "launcher.py", tmp_path / "runs"
+    script.write_text(SLOW_SECOND_RUN + LAUNCHER)
+    runs.mkdir()
+    (runs / "wait").touch()
+    program = SWEEP.format(root=str(ROOT), script=str(script), runs=runs).replace("--seeds=1", "--seeds=2")
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (runs / "waiting").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (runs / "wait").unlink()
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    finished = [line.split()[0][-5:] for line in (runs / "calls.txt").read_text().splitlines()]
+    assert finished == ["seed0", "seed1"]
+    assert (runs / "sweep_t.json").is_file()
