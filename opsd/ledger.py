@@ -86,11 +86,12 @@ def score(result: dict) -> float:
     return result["statistics"]["avg_at_k"]
 
 
-COSTS = ("tokens_generated", "tokens_trained", "gpu_seconds")
+COSTS = ("tokens_generated", "tokens_trained", "gpu_seconds", "wall_seconds")
 
 
 def mean_costs(records: Iterable[dict]) -> dict[str, float | None]:
-    """What a run cost, from several runs' run.json: sampled tokens, tokens through the trained model, GPU seconds (None without a GPU)."""
+    """What a run cost, from several runs' run.json: sampled tokens, tokens through the trained model, GPU seconds (None without a
+    GPU), and the training's wall clock, which other jobs on the machine lengthen."""
     records = list(records)
     means = dict.fromkeys(COSTS)
     for name in COSTS:
@@ -126,8 +127,8 @@ def sweep_table(rows: list[dict], against: str) -> str:
     """Markdown table of summaries, percent; bold where the sampling interval of the difference excludes zero."""
     lines = [
         f"| recipe | seeds | avg@k | per seed | difference to {against} | 95 % (sampling) | sd between seeds | tokens sampled | trained | "
-        "GPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "GPU s | wall s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["interval"]
@@ -139,7 +140,7 @@ def sweep_table(rows: list[dict], against: str) -> str:
         lines.append(
             f"| {row['recipe']} | {row['seeds']} | {100 * row['avg_at_k']:.1f} | {per_seed} | {difference} | "
             f"{100 * low:+.1f} … {100 * high:+.1f} | {spread} | "
-            + " | ".join("–" if cost is None else f"{cost:,.0f}" for cost in row["costs"].values())
+            + " | ".join("–" if row["costs"].get(name) is None else f"{row['costs'][name]:,.0f}" for name in COSTS)
             + " |"
         )
     return "\n".join(lines)

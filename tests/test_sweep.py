@@ -109,7 +109,7 @@ for name, correct in (("before", 4), ("after", 8)):
         result = {"name": name, "regime_hash": "r", "benchmark": {"sha256": options["seed"]}, "problems": problems}
         result["statistics"] = {"avg_at_k": correct / 12}
         (target / "result.json").write_text(json.dumps(result))
-record = {"tokens_generated": 100 + int(options["seed"]), "tokens_trained": 700, "gpu_seconds": 0.0}
+record = {"tokens_generated": 100 + int(options["seed"]), "tokens_trained": 700, "gpu_seconds": 0.0, "wall_seconds": 9.0}
 (folder / "run.json").write_text(json.dumps(record))
 """
 
@@ -149,7 +149,8 @@ def test_a_sweep_trains_each_run_once_and_measures_each_base_once(stand_in, caps
     data = json.loads((stand_in / "results" / "sweep_t.json").read_text())
     assert [row["recipe"] for row in data["rows"]] == ["base model", "tiny", "tiny_swapped"]
     assert data["rows"][1]["difference"] == pytest.approx(1 / 3)
-    assert data["rows"][1]["costs"] == {"tokens_generated": 100.5, "tokens_trained": 700, "gpu_seconds": None}
+    costs = {"tokens_generated": 100.5, "tokens_trained": 700, "gpu_seconds": None, "wall_seconds": 9}
+    assert data["rows"][1]["costs"] == costs
     assert "tiny_swapped" in capsys.readouterr().out
 
 
@@ -205,16 +206,17 @@ def test_the_identity_of_a_baseline_leaves_out_what_repeats_it():
 
 
 def test_costs_are_means_over_seeds_and_absent_without_a_gpu():
-    cpu = {"tokens_generated": 0, "tokens_trained": 10, "gpu_seconds": 0.0}
+    cpu = {"tokens_generated": 0, "tokens_trained": 10, "gpu_seconds": 0.0, "wall_seconds": 3.0}
     assert mean_costs([cpu, cpu | {"tokens_trained": 20}]) == {
         "tokens_generated": 0,
         "tokens_trained": 15,
         "gpu_seconds": None,
+        "wall_seconds": 3,
     }
     assert mean_costs([cpu | {"gpu_seconds": 8.0}])["gpu_seconds"] == 8
     old = {"tokens_generated": 5, "tokens_trained": 10}  # written before GPU seconds were
     row = summarise("x", [(0.0, 0.1)], [0.5], mean_costs([old]))
-    assert sweep_table([row], "y").endswith("| 5 | 10 | – |")
+    assert sweep_table([row], "y").endswith("| 5 | 10 | – | – |")
 
 
 SLEEPER = """
