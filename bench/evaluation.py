@@ -1,10 +1,13 @@
-"""Time of `eval_aime.py` over the KV-bandwidth floor at the Qwen3-1.7B shape: CUDA graphs, eager as published, and an fp8 KV cache.
+r"""Time of `eval_aime.py` over the KV-bandwidth floor at the Qwen3-1.7B shape: CUDA graphs, eager as published, and an fp8 KV cache.
 
     python -m bench.shape --output_dir /tmp/shape
     python -m bench.evaluation --shape /tmp/shape --new_tokens 4096 --output results/bench_evaluation_4096.json
+    python -m bench.evaluation --shape /tmp/shape --new_tokens 16384 --problems 4 --output results/bench_evaluation_16384.json \
+        --variants "CUDA graphs" "CUDA graphs, fp8 KV cache"
 
-Floor: every token reads the KV cache of its sequence and every decoding step the weights, at the measured copy bandwidth.
-Every variant is a complete call of `eval_aime.py`, with its results written as they finish; loading is not counted.
+At 16,384 tokens 48 sequences are what one GPU holds at once; more would wait for them. Floor: every token reads the KV cache of its
+sequence and every decoding step the weights, at the measured copy bandwidth. Every variant is a complete call of `eval_aime.py`, with its
+results written as they finish; loading is not counted.
 """
 
 import argparse
@@ -70,8 +73,13 @@ def main(argv: list[str]) -> None:
             floor = floor_seconds(args.problems * args.samples, args.new_tokens, kv_bytes)
             rows.append({"variant": name, **run, "floor_seconds": floor, "over_floor": run["sampling_seconds"] / floor})
             logger.info("%s", rows[-1])
-            record = {"new_tokens": args.new_tokens, "rows": rows, **git_state(), "versions": package_versions()}
-            write_json(args.output, record | {"hardware": hardware()})
+            record = {
+                "command": argv,
+                "sequences": args.problems * args.samples,
+                "new_tokens": args.new_tokens,
+                "rows": rows,
+            }
+            write_json(args.output, record | git_state() | {"versions": package_versions(), "hardware": hardware()})
 
 
 if __name__ == "__main__":

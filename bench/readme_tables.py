@@ -63,7 +63,7 @@ def shape_run_block(results: Path) -> str:
 STEP_PARTS = {
     "step": "32 rollouts, one step",
     "micro": "4 sequences, teacher prompts of 3,000 to 8,000",
-    "growth": "4 sequences, teacher prompts of 600",
+    "growth": "one micro-batch, teacher prompts of 600",
 }
 
 

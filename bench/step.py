@@ -35,6 +35,7 @@ from opsd.trainer import OPSDTrainer  # noqa: E402
 logger = logging.getLogger(__name__)
 
 MATMUL_FLOPS = 780e12  # measured bf16 rate of one H200 at these shapes
+GROWTH_SEQUENCES = 16  # with fewer, short completions are bound by launches and not by tokens
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BETA, CLIP, TEMPERATURE = 0.0, 0.05, 1.1
 
@@ -163,10 +164,16 @@ def measure_ours(trainer: OPSDTrainer, parts: list[str], recompute: bool):
             yield {"part": "step", "variant": "ours", "micro_batch": size, **measured(trainer, batches, recompute)}
     if "growth" in parts and recompute:
         for completion in (512, 1024, 2048, 4096, 8192):
-            batches = [make_batch(4, (200, 200), (600, 600), completion)]
+            batches = [make_batch(GROWTH_SEQUENCES, (200, 200), (600, 600), completion)]
             row = measured(trainer, batches, recompute)
             row["us_per_token"] = 1e6 * row["seconds"] / batches[0].input_tokens
-            yield {"part": "growth", "variant": "ours", "completion": completion, **row}
+            yield {
+                "part": "growth",
+                "variant": "ours",
+                "micro_batch": GROWTH_SEQUENCES,
+                "completion": completion,
+                **row,
+            }
     if "micro" in parts:
         yield from measure_micro(trainer, "ours", recompute, ours)
 
