@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from opsd.rollout import Rollout
+from opsd.teacher_scores import TopKScores
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class MicroBatch:
 
     examples: tuple[dict, ...]  # rows with example_id, prompt_ids, teacher_prompt_ids
     rollouts: tuple[Rollout, ...]
+    teacher_scores: tuple[TopKScores, ...] = ()  # from a teacher behind a server, otherwise none
 
     @property
     def student_prompts(self) -> list[tuple[int, ...]]:
@@ -136,7 +138,9 @@ class MicroBatch:
         return prompts + 2 * self.completion_tokens
 
 
-def split_micro_batches(examples: Sequence[dict], rollouts: Sequence[Rollout], count: int) -> list[MicroBatch]:
+def split_micro_batches(
+    examples: Sequence[dict], rollouts: Sequence[Rollout], count: int, scores: Sequence[TopKScores] | None = None
+) -> list[MicroBatch]:
     """Splits the rollouts of a step into `count` micro-batches of equal size whose token counts are as even as a greedy pass makes them.
 
     The longest sequence goes first, always to the lightest micro-batch that still has room.
@@ -154,4 +158,9 @@ def split_micro_batches(examples: Sequence[dict], rollouts: Sequence[Rollout], c
         lightest = min((g for g in range(count) if len(groups[g]) < size), key=lambda g: (loads[g], g))
         groups[lightest].append(index)
         loads[lightest] += weight[index]
-    return [MicroBatch(tuple(examples[i] for i in sorted(g)), tuple(rollouts[i] for i in sorted(g))) for g in groups]
+    return [
+        MicroBatch(
+            *(tuple(column[i] for i in sorted(g)) for column in (examples, rollouts, scores) if column is not None)
+        )
+        for g in groups
+    ]

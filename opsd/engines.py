@@ -9,6 +9,7 @@ from opsd.model import load_config
 from opsd.rollout import VLLMEngine
 from opsd.rollout_server import ServerEngine
 from opsd.rollout_transformers import TransformersEngine
+from opsd.teacher_server import is_address
 
 CANARY_TOKENS = 64
 # Decoding a step's rollouts on a GPU: sequences times key-value heads are more pieces of work than it has multiprocessors, so cutting a
@@ -86,7 +87,7 @@ def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> 
     if args.teacher_kind == "ema":
         adapted = [s for n, s in student.linear.items() if n.rsplit(".", 1)[-1] in student.lora_targets]
         teacher["teacher's moving average"] = sum(4 * out * features for out, features in adapted)
-    elif args.teacher_kind == "model":
+    elif args.teacher_kind == "model" and not is_address(args.teacher_model):
         teacher["teacher model"] = linear_shapes(load_config(args.teacher_model))[1] * weight_bytes
     total = torch.cuda.get_device_properties(args.device).total_memory if free is not None else 0
     plan = make_plan(

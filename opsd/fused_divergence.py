@@ -38,6 +38,7 @@ from .projection import (
     inputs_with_gradient,
     operand_dtype_of,
 )
+from .teacher_scores import TopKProjection, TopKScores
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -138,7 +139,7 @@ def torch_pass(student, teacher, student_hidden, teacher_hidden, settings, chunk
 
 def fused_generalized_jsd(
     student_hidden: torch.Tensor,
-    teacher_hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor | TopKScores,
     lm_head_weight: torch.Tensor,
     mask: torch.Tensor | None,
     *,
@@ -165,7 +166,8 @@ def fused_generalized_jsd(
     `mask` `(N,)` picks the tokens that count. `token_weights` `(N,)` multiply each token's loss (position weights; 0
     skips a token). The weighted sum is divided by `denominator`: default the number of unmasked tokens (of this call),
     or the token count of the whole optimizer step. `logit_scale` and `softcap` apply to both roles.
-    The teacher uses the student's projection and bias unless `teacher_lm_head_weight` (and its bias) is given.
+    `teacher_hidden` may be the `top_k` entries that a server returned. The teacher uses the student's projection and bias
+    unless `teacher_lm_head_weight` (and its bias) is given.
 
     Returns the loss (float32 or wider) and the `STATISTICS`: detached sums over unmasked tokens, unweighted; add them up
     over micro-batches and processes, then `divergence.mean_statistics`. Gradients flow to `student_hidden`, and to
@@ -182,7 +184,11 @@ def fused_generalized_jsd(
         raise ValueError("teacher_lm_head_bias has no effect without teacher_lm_head_weight; pass both or neither")
     teacher_weight = lm_head_weight if teacher_lm_head_weight is None else teacher_lm_head_weight
     check_projection(student_hidden, lm_head_weight, lm_head_bias, "student")
-    check_projection(teacher_hidden, teacher_weight, teacher_bias, "teacher")
+    rebuilt = isinstance(teacher_hidden, TopKScores)
+    if not rebuilt:
+        check_projection(teacher_hidden, teacher_weight, teacher_bias, "teacher")
+    elif top_k != teacher_hidden.shape[1]:
+        raise ValueError(f"top_k={top_k} must be the teacher's {teacher_hidden.shape[1]} entries a token")
     vocab_size, tokens = lm_head_weight.shape[0], student_hidden.shape[0]
     if teacher_weight.shape[0] != vocab_size or teacher_hidden.shape[0] != tokens:
         raise ValueError(
@@ -207,6 +213,8 @@ def fused_generalized_jsd(
         student = teacher = project(lm_head_weight, lm_head_bias)
         if teacher_lm_head_weight is not None:
             teacher = project(teacher_weight, teacher_bias)
+        if rebuilt:
+            teacher = TopKProjection(vocab_size, student.compute_dtype, tail)
         student_rows, teacher_rows = student_hidden.detach(), teacher_hidden.detach()
         kept = None if mask is None else mask.nonzero().squeeze(1)  # masked rows are never projected
         if kept is not None:

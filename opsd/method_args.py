@@ -5,6 +5,7 @@ mode that is not active is refused when it is given. Imports nothing of ours.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 
 
@@ -46,7 +47,8 @@ class MethodArgs:
     )
     teacher_adapter: str | None = option(None, "Folder of the frozen adapter (teacher_kind adapter); unset = none.")
     teacher_model: str | None = option(
-        None, "Hub id or folder of the other model, same vocabulary (teacher_kind model); unset = none."
+        None,
+        "Hub id, folder or vLLM server (http://…) of the other model, same vocabulary (teacher_kind model); unset = none.",
     )
     teacher_prefix: str = option(
         "none",
@@ -201,10 +203,8 @@ class MethodArgs:
                 self.teacher_kind != kind or bool(getattr(self, name)),
                 f"teacher_kind={kind} needs {name}, the folder to load",
             )
-        check(
-            not (self.teacher_model or "").startswith(("http://", "https://")),
-            f"teacher_model={self.teacher_model} is an address: a teacher behind a server is not supported; give a folder or hub id",
-        )
+        if (self.teacher_model or "").startswith(("http://", "https://")):
+            self._check_teacher_server()
         check(
             not (self.teacher_kind == "model" and self.objective == "sampled_token"),
             "teacher_kind=model needs objective=divergence: the sampled-token loss uses one output projection for both roles",
@@ -220,6 +220,24 @@ class MethodArgs:
         check(
             not (self.reason_first_tokens and self.token_weight == "contrastive"),
             "reason_first_tokens > 0 contradicts token_weight=contrastive, whose wrong references have no analysis; set one of them",
+        )
+
+    def _check_teacher_server(self) -> None:
+        name = f"teacher_model={self.teacher_model} is a server, which returns its likeliest entries at temperature 1:"
+        check(
+            re.fullmatch(r"https?://[^/@\s]+/?", self.teacher_model) is not None,
+            f"teacher_model={self.teacher_model} must look like http://127.0.0.1:8001, without a key in it",
+        )
+        check(
+            self.loss_top_k > 0, f"{name} loss_top_k={self.loss_top_k} must be > 0, at most the server's --max-logprobs"
+        )
+        check(
+            self.distill_temperature == 1 or not self.loss_tail,
+            f"{name} distill_temperature={self.distill_temperature} must be 1, or loss_tail=false",
+        )
+        check(
+            self.token_weight in ("none", "position"),
+            f"{name} token_weight={self.token_weight} needs the teacher's own weights; use none or position",
         )
 
     def _check_guards(self) -> None:

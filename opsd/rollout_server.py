@@ -6,7 +6,6 @@ a path on a file system that both see. Whoever has the key can make it read any 
 and never without a key.
 """
 
-import json
 import logging
 import queue
 import threading
@@ -51,17 +50,14 @@ class ServerEngine:
         """Refuses, by name, a server that this engine cannot use. Raises ValueError."""
         name = f"vllm_server_urls={server.url}"
         try:
-            cards = json.loads(server.ask("/v1/models", timeout=60.0))["data"]
+            base = server.base_model()
         except RequestRefused as error:
             raise ValueError(f"{name}: {error}") from None
-        base = [card for card in cards if card["parent"] is None]
-        if len(base) != 1:
-            raise ValueError(f"{name} serves {len(base)} base models; exactly one is needed")
-        if base[0]["max_model_len"] < max_model_len:
+        if base["max_model_len"] < max_model_len:
             raise ValueError(
-                f"{name} was started with max_model_len={base[0]['max_model_len']}, and {max_model_len} tokens are needed; restart it"
+                f"{name} was started with max_model_len={base['max_model_len']}, and {max_model_len} tokens are needed; restart it"
             )
-        server.model = server.served_name = base[0]["id"]
+        server.model = server.served_name = base["id"]
         probe = server.complete(self._canary_ids, max_tokens=4, temperature=1.0, top_p=1.0, top_k=1, logprobs=0, seed=0)
         if min(probe["logprobs"]["token_logprobs"]) < -1e-3:  # one candidate is left, so its log-probability is 0
             raise ValueError(

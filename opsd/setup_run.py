@@ -109,7 +109,8 @@ def build_trainer(
         sleep=plan.sleep,
         api_key=api_key,
     )
-    trainer = OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=allocated_bytes() - before)
+    held = allocated_bytes() - before
+    trainer = OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=held, api_key=api_key)
     whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
     if args.bf16 and whole and model.dtype == torch.bfloat16:
         fuse_adapters(model)

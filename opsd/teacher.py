@@ -8,7 +8,7 @@
              `E <- decay E + (1 - decay) scaling B A` after every optimizer step, from E = 0, the initial policy. It costs as much memory,
              and as much disk per checkpoint, as the adapted layers have in float32.
     adapter  base + a second adapter from a folder, frozen; its rank and targets may differ from the student's.
-    model    another model, frozen, with the student's vocabulary.
+    model    another model, frozen, with the student's vocabulary; here, or behind a vLLM server (opsd/teacher_server.py).
 
 For `ema` and `adapter` the student's own LoRA layers compute the teacher: their matrices are exchanged during its forward pass, which
 copies nothing and leaves the model's structure, its checkpoints and its wrappers as they are.
@@ -22,13 +22,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opsd.args import OPSDConfig
 from opsd.batch import ModelInputs
 from opsd.compat import use_adapter
 from opsd.model import HiddenTap
+from opsd.rollout import Rollout
 from opsd.teacher_load import ADAPTER, adapter_matrices, load_teacher, lora_layers, pair_for
+from opsd.teacher_scores import TopKScores
+from opsd.teacher_server import TeacherServer, is_address
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +84,17 @@ def exchanged(matrices: dict[torch.nn.Parameter, torch.Tensor]) -> Iterator[None
 class Teacher:
     """Scores the student's tokens with the weights of `args.teacher_kind`."""
 
-    def __init__(self, args: OPSDConfig, student: PreTrainedModel, student_tap: HiddenTap, *, sharded: bool = False):
-        """`sharded`: whether the student's weights will be spread over processes (FSDP, ZeRO-3)."""
+    def __init__(
+        self,
+        args: OPSDConfig,
+        student: PreTrainedModel,
+        student_tap: HiddenTap,
+        *,
+        sharded: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        api_key: str | None = None,
+    ):
+        """`sharded`: whether the student's weights will be spread over processes (FSDP, ZeRO-3). `api_key`: of a teacher's server."""
         self._kind = args.teacher_kind
         self._decay = args.teacher_ema_decay
         self._student, self._tap, self._model = student, student_tap, student
@@ -90,6 +102,7 @@ class Teacher:
         self._identities: dict[tuple[int, float], torch.Tensor] = {}
         self._updates = 0
         self._matrices: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._server: TeacherServer | None = None
         if self._kind in ("ema", "adapter") and sharded:
             raise ValueError(
                 f"teacher_kind={self._kind} needs whole weights on every process; use DDP or ZeRO-2, or teacher_kind=base"
@@ -101,13 +114,23 @@ class Teacher:
             }
         elif self._kind == "adapter":
             self._matrices = adapter_matrices(student, Path(args.teacher_adapter))
+        elif self._kind == "model" and is_address(args.teacher_model):
+            rows = student.get_output_embeddings().weight.shape[0]
+            self._server = TeacherServer(args.teacher_model, api_key, args.loss_top_k, rows, tokenizer)
         elif self._kind == "model":
             self._model = load_teacher(args.teacher_model, student)
             self._tap = HiddenTap(self._model)
 
+    def ask(self, examples: list[dict], rollouts: list[Rollout]) -> list[TopKScores] | None:
+        """A server's scores of a step's sequences; None for a teacher that is here. Raises EngineDied when the server stays away."""
+        if self._server is None:
+            return None
+        prompts = [example["teacher_prompt_ids"] for example in examples]
+        return self._server.score(prompts, [rollout.completion_ids for rollout in rollouts])
+
     @property
     def head(self) -> torch.nn.Linear:
-        """The teacher's output projection."""
+        """The teacher's output projection; the student's where a server projects."""
         return self._tap.head
 
     def hidden(self, inputs: ModelInputs) -> torch.Tensor:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from opsd.adapter import WEIGHTS, check_adapter, read_adapter_config
 from opsd.args import OPSDConfig
 from opsd.model import load_base, load_tokenizer
+from opsd.teacher_server import is_address
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def check_teacher(args: OPSDConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses, before a model is loaded, a teacher that does not exist or does not share the student's vocabulary."""
     if args.teacher_kind == "adapter":
         check_adapter(Path(args.teacher_adapter))
-    if args.teacher_kind != "model":
+    if args.teacher_kind != "model" or is_address(args.teacher_model):  # a server is asked when the trainer is built
         return
     try:
         theirs = load_tokenizer(args.teacher_model).get_vocab()

@@ -28,6 +28,7 @@ from opsd.sampled_token import sampled_token_logps
 from opsd.sharding import adapter_parent, save_adapter, save_from_all
 from opsd.steps import RolloutSampler, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
+from opsd.teacher_scores import TopKScores
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,7 @@ class OPSDTrainer(Trainer):
         engine,
         layout: Layout,
         engine_bytes: int = 0,
+        api_key: str | None = None,
         **kwargs,
     ):
         self._tap = HiddenTap(model.get_base_model())
@@ -66,7 +68,8 @@ class OPSDTrainer(Trainer):
         self.sampling = SamplingSettings(
             args.temperature, args.top_p, args.top_k, args.max_completion_length, args.ignore_eos
         )
-        self.teacher = Teacher(args, model, self._tap, sharded=self.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+        sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+        self.teacher = Teacher(args, model, self._tap, sharded=sharded, tokenizer=processing_class, api_key=api_key)
         self.objective = Objective(args, self._tap.head, self.teacher.head)
         # saved into every checkpoint and restored from it: save(folder, step), load(folder)
         self.stateful = [self.teacher]
@@ -95,7 +98,7 @@ class OPSDTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         examples = [example for batch in batches for example in batch]
         self.teacher.advance(self.state.global_step)
-        rollouts, died = [], None
+        rollouts, scores, died = [], None, None
         try:
             if self.args.reason_first_tokens:
                 examples = self._with_analyses(examples)
@@ -103,13 +106,14 @@ class OPSDTrainer(Trainer):
             self._sync_engine()
             self._metrics.seconds["sync"] = time.perf_counter() - started
             rollouts = self._generate(examples)
+            scores = self.teacher.ask(examples, rollouts)
             self.engine.rest()
         except EngineDied as error:
             died = error
         self._stop_if_an_engine_died(died)
         generated = time.perf_counter()
         self._metrics.seconds["rollout"] = generated - started - self._metrics.seconds["sync"]
-        self.micro_batches = split_micro_batches(examples, rollouts, num_batches)
+        self.micro_batches = split_micro_batches(examples, rollouts, num_batches, scores)
         counts = torch.tensor(self.objective.counts(self.micro_batches), device=device)
         total, self._step_sequences = self.accelerator.reduce(counts, reduction="sum").unbind()
         if total == 0:
@@ -181,9 +185,11 @@ class OPSDTrainer(Trainer):
         Gradients are averaged over processes afterwards, so the factor makes the step's gradient that of one global token mean.
         """
         device, processes = self.accelerator.device, self.accelerator.num_processes
-        teacher_hidden = self.teacher.hidden(
-            build_inputs(inputs.teacher_prompts, inputs.completions, self.layout, device)
-        )
+        if inputs.teacher_scores:
+            teacher_hidden = TopKScores.joined(inputs.teacher_scores, device)
+        else:
+            teacher_inputs = build_inputs(inputs.teacher_prompts, inputs.completions, self.layout, device)
+            teacher_hidden = self.teacher.hidden(teacher_inputs)
         wrong_hidden = None
         if self.objective.needs_wrong_reference:
             wrong_inputs = build_inputs(inputs.wrong_teacher_prompts, inputs.completions, self.layout, device)

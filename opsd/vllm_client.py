@@ -89,6 +89,14 @@ class Server:
         tail = "" if self._started is None else self._started.last_words()
         return EngineDied(f"vLLM server {self.url} {reason}; restart it and resume from the last checkpoint{tail}")
 
+    def base_model(self) -> dict:
+        """The card of the one base model that is served. Raises ValueError when it is not one."""
+        cards = json.loads(self.ask("/v1/models", timeout=60.0))["data"]
+        base = [card for card in cards if card["parent"] is None]
+        if len(base) != 1:
+            raise ValueError(f"{self.url} serves {len(base)} base models; exactly one is needed")
+        return base[0]
+
     def complete(self, prompt_ids: list[int], **settings) -> dict:
         """One completion of what is served; the choice of the answer, its prompt ids checked."""
         body = {

@@ -107,7 +107,7 @@ CONTRADICTIONS = [
     ({"beta": "1", "loss_top_k": "5", "loss_tail": "false"}, ["loss_tail=false", "beta=1", "loss_top_k=5"]),
     ({"teacher_kind": "adapter"}, ["teacher_kind=adapter", "teacher_adapter"]),
     ({"teacher_kind": "model"}, ["teacher_kind=model", "teacher_model"]),
-    ({"teacher_kind": "model", "teacher_model": "https://host"}, ["teacher_model=https://host", "folder or hub id"]),
+    ({"teacher_kind": "model", "teacher_model": "https://host"}, ["teacher_model=https://host", "loss_top_k=0 must be > 0"]),
     ({"teacher_kind": "ema", "teacher_ema_decay": "1"}, ["teacher_ema_decay=1.0", "(0, 1)"]),
     ({"reason_first_tokens": "8", "token_weight": "contrastive"}, ["reason_first_tokens", "token_weight=contrastive"]),
     ({"guard_min_entropy": "0.5", "objective": "sampled_token"}, ["guard_min_entropy", "objective=divergence"]),

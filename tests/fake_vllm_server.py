@@ -30,6 +30,8 @@ class FakeVLLM(ThreadingHTTPServer):
         self.runtime_lora = True
         self.finish_reason = "length"
         self.drop_after: int | None = None  # completions after which every connection is dropped
+        self.scorer = None  # prompt ids, count -> prompt log-probabilities of a teacher
+        self.tokenizer = None  # of /tokenize
         self.silent = False  # never answers a completion, and health fails
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -90,6 +92,8 @@ class Handler(BaseHTTPRequestHandler):
             if server.adapters.pop(body["lora_name"], None) is None:
                 return self.answer(404, {"error": {"message": "cannot be found"}})
             return self.answer(200, "Success")
+        if self.path == "/tokenize":
+            return self.answer(200, {"tokens": server.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]})
         if self.path == "/v1/completions":
             return self.complete(body)
         return self.answer(404, {"detail": "Not Found"})
@@ -108,8 +112,10 @@ class Handler(BaseHTTPRequestHandler):
         weights = "" if server.deaf else server.adapters.get(body["model"], "base")
         digest = hashlib.sha256(f"{weights}|{body.get('seed')}|{body['prompt']}".encode()).digest()
         tokens = [byte % 50 for byte in digest[: body["max_tokens"]]]
-        logp = 0.0 if body["top_k"] == 1 and server.processed else -1.0 - digest[0] / 256
+        logp = 0.0 if body.get("top_k") == 1 and server.processed else -1.0 - digest[0] / 256
         prompt_logps = [None] + [{str(t): {"logprob": -digest[i % 32] / 256}} for i, t in enumerate(body["prompt"][1:])]
+        if server.scorer is not None:
+            prompt_logps = server.scorer(body["prompt"], body["prompt_logprobs"])
         choice = {
             "token_ids": tokens,
             "prompt_token_ids": body["prompt"][::-1] if server.other_prompt else body["prompt"],

@@ -3,20 +3,24 @@
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
+import torch
 from fake_vllm_server import KEY, FakeVLLM
 from random_qwen3 import save_adapter, save_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opsd.rollout_server
 import opsd.server_process
 import opsd.vllm_client
 from opsd.canary import Canary
+from opsd.model import load_config
 from opsd.rollout import EngineDied, SamplingSettings
 from opsd.rollout_server import ServerEngine
 from opsd.runinfo import library_environment
 from opsd.server_process import StartedServer, server_command, start_server
+from opsd.teacher_server import TeacherServer
 
 SAMPLING = SamplingSettings(1.1, 0.95, 20, 12)
 PROMPTS = [[10 + i, 20, 30, 40 + i] for i in range(6)]
@@ -193,6 +197,19 @@ def test_the_command_for_users_becomes_the_server(monkeypatch):
     assert command == server_command("m", 8001, **options)
 
 
+def check_teacher_scores(url: str, folder: Path, tokenizer) -> None:
+    """The real server as a teacher: the likeliest entries and their log-probabilities are those of transformers."""
+    vocab_size = load_config(str(folder)).vocab_size
+    teacher = TeacherServer(url, KEY, 5, vocab_size, tokenizer)
+    completions = [[10, 11, 12], [9]]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt, completion, found in zip(PROMPTS, completions, teacher.score(PROMPTS[:2], completions), strict=False):
+        with torch.no_grad():
+            logps = model(torch.tensor([[*prompt, *completion]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        torch.testing.assert_close(found.logps, logps.topk(5, dim=-1).values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logps.gather(-1, found.ids), found.logps, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_the_real_server(folder, adapters, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -224,6 +241,7 @@ def test_the_real_server(folder, adapters, tmp_path):
         assert engine.generate(PROMPTS, SAMPLING, SEEDS) == base
         assert len({tuple(r.completion_ids for r in rollouts) for rollouts in (base, first, second)}) == 3
         assert all(len(r.per_token_logps) == len(r.completion_ids) for r in first)
+        check_teacher_scores(started.url, folder, tokenizer)
 
         started.process.kill()
         with pytest.raises(EngineDied, match=rf"{started.url}.*resume from the last checkpoint.*exit code -9"):

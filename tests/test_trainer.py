@@ -68,7 +68,17 @@ class ScriptedEngine:
 
 
 def make_trainer(
-    folder, tokenizer, tmp_path, *, packed=True, engine=None, rows=None, per_device=8, accumulation=1, **options
+    folder,
+    tokenizer,
+    tmp_path,
+    *,
+    packed=True,
+    engine=None,
+    rows=None,
+    per_device=8,
+    accumulation=1,
+    api_key=None,
+    **options,
 ):
     defaults = dict(
         output_dir=str(tmp_path / "run"), max_steps=2, rollouts_per_step=8, per_device_train_batch_size=per_device,
@@ -84,7 +94,7 @@ def make_trainer(
     if engine == "live":
         engine = TransformersEngine(model, eos_ids={tokenizer.eos_token_id}, pad_id=tokenizer.pad_token_id, live=True)
     layout = Layout(packed=packed, pad_id=tokenizer.pad_token_id)
-    return OPSDTrainer(model, args, rows or examples(), tokenizer, engine or ScriptedEngine(), layout)
+    return OPSDTrainer(model, args, rows or examples(), tokenizer, engine or ScriptedEngine(), layout, api_key=api_key)
 
 
 def losses(trainer) -> list[float]:
