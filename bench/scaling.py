@@ -19,7 +19,7 @@ from opsd.runinfo import exit_on_bad_input, write_text
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 GPUS = 4
 ROLLOUTS = 32
-STEP = StepShape(sequences=4, rollouts=ROLLOUTS // GPUS, prompt_tokens=512, completion_tokens=1024)
+STEP = StepShape(sequences=8, rollouts=ROLLOUTS // GPUS, prompt_tokens=512, completion_tokens=1024)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # name -> hidden size, feed-forward size, layers, attention heads, whether embedding and output projection are one matrix
 SHAPES = {
@@ -48,7 +48,7 @@ def config_of(name: str) -> Qwen3Config:
 def row(name: str) -> list[float]:
     """Per GPU: base weights, the rest of training, training with ddp, training with fsdp2, the engine's weights, its cache."""
     config = config_of(name)
-    student = Student.of(config, weight_bytes=2, logit_bytes=4, lora_rank=64, lora_targets=TARGETS)
+    student = Student.of(config, weight_bytes=2, logit_bytes=4, lora_rank=64, lora_targets=TARGETS, liger=True)
     items = training_items(student, STEP, recompute=True)
     base, everything = items["base weights"], sum(items.values())
     head = 2 * config.vocab_size * config.hidden_size

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from bench import scaling
 from bench.readme_tables import blocks, fill
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,6 +12,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_tables_are_generated_from_the_committed_results():
     assert fill(README, blocks(ROOT / "results")) == README
+
+
+def test_the_memory_table_of_the_scaling_page_is_generated():
+    text = scaling.DOCUMENT.read_text(encoding="utf-8")
+    assert fill(text, {"layouts": scaling.table()}) == text
 
 
 def test_an_edited_number_is_noticed():
