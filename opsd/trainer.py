@@ -147,8 +147,9 @@ class OPSDTrainer(Trainer):
         if self.args.rollout_sync == "merged":
             self._metrics.keep_largest("sync_rel_err", torch.tensor(push_merged(self.model, self.engine, step)))
             return
-        adapter_dir = self._adapter_root / f"step-{step}"
+        adapter_dir, started = self._adapter_root / f"step-{step}", time.perf_counter()
         save_adapter(self.model, adapter_dir, self._tap.head.weight.dtype)  # the dtype that the engine computes in
+        self._metrics.seconds["save"] = time.perf_counter() - started
         self.engine.sync(adapter_dir, step)
         shutil.rmtree(adapter_dir)
 
@@ -243,6 +244,8 @@ class OPSDTrainer(Trainer):
             "throughput/rollout_tokens_per_s": totals["rollout_tokens"] / seconds["rollout"],
             "throughput/train_tokens_per_s": totals["trained_tokens"] / train_seconds,
         }
+        if "save" in seconds:
+            row["time/adapter_save_s"] = seconds["save"]  # of time/sync_s
         if "empty_analyses" in totals:
             row["teacher/empty_analyses"] = totals["empty_analyses"]
         if torch.cuda.is_available():
