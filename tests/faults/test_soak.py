@@ -12,6 +12,7 @@ from random_qwen3 import save_model
 from test_trainer import make_trainer
 from transformers import AutoTokenizer, TrainerCallback
 
+from opsd.checkpoint import ADAPTERS, LOCK
 from opsd.runinfo import write_json
 
 STEPS = int(os.environ.get("SOAK_STEPS", 2000))
@@ -34,7 +35,7 @@ class Watch(TrainerCallback):
                 "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
                 "file_handles": len(os.listdir("/proc/self/fd")),
                 "threads": threading.active_count(),
-                "shared_memory_entries": sum(name.startswith("opsd-") for name in os.listdir("/dev/shm")),
+                "shared_memory_entries": len(list(Path("/dev/shm").glob(f"{ADAPTERS}*/{LOCK}"))),
                 "disk_files": sum(path.is_file() for path in self.output_dir.rglob("*")),
             }
         )

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 import opsd_train
 from opsd.args import parse_training_args
+from opsd.checkpoint import ADAPTERS, LOCK
 from opsd.launch import resolve
 from opsd.runinfo import read_json, write_json
 from opsd.setup_run import resolve_world
@@ -39,14 +40,14 @@ class Watch(TrainerCallback):
             return
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         files = [path for path in self.output_dir.rglob("*") if path.is_file()]
-        growing = ("metrics.jsonl", "rollouts.jsonl")  # one line a step, one line a rollout
+        growing = ("metrics.jsonl", "rollouts.jsonl", "trainer_state.json")  # one entry a step or a rollout, by design
         self.rows.append(
             {
                 "step": state.global_step,
                 "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
                 "file_handles": len(os.listdir("/proc/self/fd")),
                 "threads": threading.active_count(),
-                "shared_memory_entries": sum(name.startswith("opsd-") for name in os.listdir("/dev/shm")),
+                "shared_memory_entries": len(list(Path("/dev/shm").glob(f"{ADAPTERS}*/{LOCK}"))),
                 "disk_files": len(files),
                 "disk_mib": sum(path.stat().st_size for path in files if path.name not in growing) / 2**20,
             }
