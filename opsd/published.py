@@ -89,7 +89,11 @@ def compare_published(
     """B against the published A. `problems`, `samples`: of one run, for the noise that its sd implies."""
     if a.sd is None and b.sd is None:
         raise ValueError(f"{a.name!r} and {b.name!r} have one run each and no sd; one side needs several runs")
-    reference = a if a.sd is not None else b
+    if not a.sd and not b.sd:
+        raise ValueError(
+            f"the runs of {a.name!r} and of {b.name!r} are all alike (sd 0), so there is no noise to test against; compare result files"
+        )
+    reference = a if a.sd else b
     sd = reference.sd
     difference = b.mean - a.mean
     error = sd * math.sqrt(1 / a.runs + 1 / b.runs)

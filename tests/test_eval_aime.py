@@ -282,3 +282,6 @@ def test_published_scores_are_compared_from_the_command_line(tmp_path, capsys):
     refused(["--compare", anchor, "--", "result.json"], "a published score is compared with one other published score")
     refused(["--compare", anchor, seed, "--", seed], "a published score is compared with one other published score")
     refused(["--compare", "anchor=54.22,sd=x", "--", seed], "must read name=54.22,sd=1.48,runs=5")
+    refused(["--compare", "a=54,54", "--", "b=56,56"], "are all alike (sd 0)")
+    eval_aime.main(["--compare", "a=54,54", "--", "b=55,56"])
+    assert "istinguishable" in capsys.readouterr().out.splitlines()[-1]
