@@ -7,6 +7,7 @@ table comes out of a result JSON.
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -172,7 +173,7 @@ def append_to_ledger(ledger: Path, record: dict, json_name: str) -> None:
     state = " (with uncommitted changes)" if record["dirty"] else ""
     entry = (
         f"{record['date']}: {record['question']}\n\n"
-        f"Command: `{' '.join(record['command'])}` at commit {(record['commit'] or 'unknown')[:12]}{state}. Data: `{json_name}`.\n\n"
+        f"Command: `{shlex.join(record['command'])}` at commit {(record['commit'] or 'unknown')[:12]}{state}. Data: `{json_name}`.\n\n"
         f"{sweep_table(record['rows'], record['against'])}\n"
     )
     write_text(ledger, "\n## ".join([head.rstrip("\n") + "\n", entry, *entries]))
