@@ -5,6 +5,7 @@ python -m bench.readme_tables            rewrites the blocks between `<!-- name 
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 from opsd.eval_output import table
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def sweep_block(results: Path, name: str) -> str:
     record = read_json(results / f"sweep_{name}.json")
-    command = " ".join(record["command"])
+    command = shlex.join(record["command"])
     return f"{sweep_table(record['rows'], record['against'])}\n\n`{command}`, data in `results/sweep_{name}.json`."
 
 
@@ -115,7 +116,8 @@ def evaluation_block(results: Path) -> str:
 
 def trust_block(results: Path) -> str:
     record = read_json(results / "trust.json")
-    kills, inputs, fuzz, soak = (record[name] for name in ("kills", "bad_input", "fuzz", "soak"))
+    kills, inputs, fuzz, soak, tiny = (record[name] for name in ("kills", "bad_input", "fuzz", "soak", "soak_tiny"))
+    guided = ", ".join(f"{name} {count:,}" for name, count in fuzz["atheris"]["runs"].items())
     cases = ", ".join(f"{name} {count:,}" for name, count in fuzz["cases"].items())
     return (
         "| what | figure | command |\n|---|---|---|\n"
@@ -123,7 +125,9 @@ def trust_block(results: Path) -> str:
         f"| tests of bad and hostile input passed | {inputs['tests_passed']} | `{inputs['command']}` |\n"
         f"| fuzz cases; findings in opsd | {cases}; {fuzz['findings_in_opsd']} | `{fuzz['command']}` |\n"
         f"| soak: steps, checkpoints, evaluations | {soak['steps']:,}, {soak['checkpoints_written']}, {soak['evaluations']} | "
-        f"`{soak['command']}` |\n\n"
+        f"`{soak['command']}` |\n"
+        f"| coverage-guided fuzz cases; findings | {guided}; {fuzz['atheris']['findings']} | `{fuzz['atheris']['command']}` |\n"
+        f"| soak of the tiny world: steps, evaluations | {tiny['steps']:,}, {len(tiny['evaluations'])} | `{tiny['command']}` |\n\n"
         f"At commit {record['commit'][:12]}, data in `results/trust.json`."
     )
 
