@@ -132,12 +132,19 @@ def trust_block(results: Path) -> str:
     )
 
 
+MAKERS = {
+    "loss": loss_block,
+    "step": step_block,
+    "rollout": rollout_block,
+    "shape_run": shape_run_block,
+    "trust": trust_block,
+    "evaluations": evaluation_block,
+}
+
+
 def blocks(results: Path) -> dict[str, str]:
     """Every generated block of the README whose data exists."""
-    makers = {"loss": loss_block, "step": step_block, "rollout": rollout_block, "shape_run": shape_run_block}
-    found = {
-        name: make(results) for name, make in (makers | {"trust": trust_block, "evaluations": evaluation_block}).items()
-    }
+    found = {name: make(results) for name, make in MAKERS.items()}
     for name in ("tiny", "ablations"):
         if (results / f"sweep_{name}.json").is_file():
             found[name] = sweep_block(results, name)

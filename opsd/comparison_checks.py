@@ -6,9 +6,10 @@ checkpoints of one training run, and about software that differs. Used by compar
 
 from collections.abc import Sequence
 
+from opsd.eval_store import IDENTITY
 from opsd.paired_tests import expected_maximum
 
-ENGINE_FIELDS = ("kind", "dtype", "ignore_eos", "load_format")  # those that change what is sampled
+ENGINE_FIELDS = [path[1] for path in IDENTITY if path[0] == "engine"]  # those that change what is sampled
 FREE_REGIME_FIELDS = ("seed", "samples_per_problem")  # may differ between comparable runs
 
 

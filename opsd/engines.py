@@ -5,11 +5,11 @@ import torch
 from opsd.args import OPSDConfig
 from opsd.eval_estimate import linear_shapes
 from opsd.memory import Engine, Plan, StepShape, Student, free_gpu_bytes, make_plan
+from opsd.method_args import is_address
 from opsd.model import load_config
 from opsd.rollout import VLLMEngine
 from opsd.rollout_server import ServerEngine
 from opsd.rollout_transformers import TransformersEngine
-from opsd.teacher_server import is_address
 
 CANARY_TOKENS = 64
 # Decoding a step's rollouts on a GPU: sequences times key-value heads are more pieces of work than it has multiprocessors, so cutting a

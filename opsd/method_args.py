@@ -18,6 +18,16 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     check(value in allowed, f"{name}={value!r} must be one of {', '.join(allowed)}")
 
 
+def is_address(text: str | None) -> bool:
+    """Whether the text names a server rather than a folder or a hub id."""
+    return (text or "").startswith(("http://", "https://"))
+
+
+def check_address(name: str, url: str) -> None:
+    plain = re.fullmatch(r"https?://[^/@\s]+/?", url) is not None
+    check(plain, f"{name}={url} must look like http://127.0.0.1:8001, without a key in it")
+
+
 def option(default, help: str, choices: tuple[str, ...] | None = None):
     metadata = {"help": help} if choices is None else {"help": help, "choices": list(choices)}
     return field(default=default, metadata=metadata)
@@ -203,7 +213,7 @@ class MethodArgs:
                 self.teacher_kind != kind or bool(getattr(self, name)),
                 f"teacher_kind={kind} needs {name}, the folder to load",
             )
-        if (self.teacher_model or "").startswith(("http://", "https://")):
+        if is_address(self.teacher_model):
             self._check_teacher_server()
         check(
             not (self.teacher_kind == "model" and self.objective == "sampled_token"),
@@ -224,17 +234,10 @@ class MethodArgs:
 
     def _check_teacher_server(self) -> None:
         name = f"teacher_model={self.teacher_model} is a server, which returns its likeliest entries at temperature 1:"
-        check(
-            re.fullmatch(r"https?://[^/@\s]+/?", self.teacher_model) is not None,
-            f"teacher_model={self.teacher_model} must look like http://127.0.0.1:8001, without a key in it",
-        )
-        check(
-            self.loss_top_k > 0, f"{name} loss_top_k={self.loss_top_k} must be > 0, at most the server's --max-logprobs"
-        )
-        check(
-            self.distill_temperature == 1 or not self.loss_tail,
-            f"{name} distill_temperature={self.distill_temperature} must be 1, or loss_tail=false",
-        )
+        check_address("teacher_model", self.teacher_model)
+        check(self.loss_top_k > 0, f"{name} loss_top_k={self.loss_top_k} must be > 0, at most its --max-logprobs")
+        retempered = self.distill_temperature != 1 and self.loss_tail
+        check(not retempered, f"{name} distill_temperature={self.distill_temperature} must be 1, or loss_tail=false")
         check(
             self.token_weight in ("none", "position"),
             f"{name} token_weight={self.token_weight} needs the teacher's own weights; use none or position",

@@ -21,19 +21,17 @@ def plan(arguments, extra: list[str]) -> list[Run]:
             baseline_script(recipe)
             digest = baseline_digest(yaml.safe_load(Path(recipe).read_text(encoding="utf-8")), extra)
         else:
-            flags = [
-                *extra,
-                *([f"--base_recipe={arguments.base_recipe}"] if uses_base(recipe, arguments.base_recipe) else []),
-            ]
+            flags = [*extra, *base_flags(recipe, arguments.base_recipe)]
             digest = recipe_digest(resolve([recipe, *flags], process_environment()).training_arguments)
         for seed in arguments.seeds:
             runs.append(Run(name, recipe, digest, seed, arguments.output_dir / f"{name}-{digest}-seed{seed}"))
     return runs
 
 
-def uses_base(recipe: str, base_recipe: str | None) -> bool:
-    """Whether the sweep's base applies: to recipes that name a base of their own."""
-    return base_recipe is not None and "OPSD_BASE_RECIPE" in Path(recipe).read_text(encoding="utf-8")
+def base_flags(recipe: str, base_recipe: str | None) -> list[str]:
+    """The flag that puts a recipe on the sweep's base; none for a recipe that names no base of its own."""
+    extends = base_recipe is not None and "OPSD_BASE_RECIPE" in Path(recipe).read_text(encoding="utf-8")
+    return [f"--base_recipe={base_recipe}"] if extends else []
 
 
 def baseline_script(recipe: str) -> Path:
@@ -47,10 +45,10 @@ def baseline_script(recipe: str) -> Path:
 
 
 def command_of(run: Run, arguments, extra: list[str], *, before: bool) -> list[str]:
-    command = ["bash", str(ROOT / "train_capped.sh"), run.recipe_path, *extra]
     if run.is_baseline:
         command = [sys.executable, str(baseline_script(run.recipe_path)), "--config", run.recipe_path, *extra]
-    elif uses_base(run.recipe_path, arguments.base_recipe):
-        command.append(f"--base_recipe={arguments.base_recipe}")
+    else:
+        flags = base_flags(run.recipe_path, arguments.base_recipe)
+        command = ["bash", str(ROOT / "train_capped.sh"), run.recipe_path, *extra, *flags]
     command += [f"--seed={run.seed}", f"--world_seed={run.seed}", f"--output_dir={run.folder}"]
     return [*command, f"--evaluate_before={str(before).lower()}", "--evaluate_after=true"]

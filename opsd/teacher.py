@@ -27,11 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from opsd.args import OPSDConfig
 from opsd.batch import ModelInputs
 from opsd.compat import use_adapter
+from opsd.method_args import is_address
 from opsd.model import HiddenTap
 from opsd.rollout import Rollout
 from opsd.teacher_load import ADAPTER, adapter_matrices, load_teacher, lora_layers, pair_for
 from opsd.teacher_scores import TopKScores
-from opsd.teacher_server import TeacherServer, is_address
+from opsd.teacher_server import TeacherServer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opsd.adapter import WEIGHTS, check_adapter, read_adapter_config
 from opsd.args import OPSDConfig
+from opsd.method_args import is_address
 from opsd.model import load_base, load_tokenizer
-from opsd.teacher_server import is_address
 
 logger = logging.getLogger(__name__)
 

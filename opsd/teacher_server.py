@@ -21,10 +21,6 @@ IN_FLIGHT = 16  # sequences scored at once
 PROBE = "Solve 12 + 7. The answer is \\boxed{19}."
 
 
-def is_address(teacher_model: str | None) -> bool:
-    return (teacher_model or "").startswith(("http://", "https://"))
-
-
 class TeacherServer:
     """The server at `url`, asked for the `top_k` likeliest entries of every completion token."""
 

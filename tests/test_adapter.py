@@ -13,11 +13,6 @@ from opsd.eval_estimate import linear_shapes
 from opsd.runinfo import sha256_file
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def adapter(folder, tmp_path):
     return save_adapter(tmp_path / "adapter", folder)

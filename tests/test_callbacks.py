@@ -12,7 +12,7 @@ import torch
 from random_qwen3 import save_model
 from safetensors.torch import load_file, save_file
 from test_trainer import ScriptedEngine, adapter_state, make_trainer
-from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 import opsd_train
 from callbacks.guards import Guards, TrainingStopped
@@ -25,16 +25,6 @@ from opsd.runinfo import read_jsonl
 from opsd.schedule import learning_rates, plot_learning_rates
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 class Snapshots(TrainerCallback):

@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 from grading_cases import HUGE, RESPONSES, RIGHT_EXPRESSIONS, RIGHT_INTEGERS, WRONG_EXPRESSIONS, WRONG_INTEGERS
 
-from opsd import answer_shape, answer_text
-from opsd.grading import BOX_POLICIES, compare_answers, extract_answer, grade, grader_version, is_correct
+from opsd import answer_shape, answer_text, args
+from opsd.grading import (
+    BOX_POLICIES,
+    DEFAULT_BOX_POLICY,
+    compare_answers,
+    extract_answer,
+    grade,
+    grader_version,
+    is_correct,
+)
 from opsd.grading_worker import WORKER, GradingWorker
 
 REPO = Path(__file__).resolve().parents[1]
@@ -180,3 +188,8 @@ def test_no_text_makes_the_grader_raise():
         text = "".join(generator.choice(pieces) for _ in range(generator.randrange(1, 25)))
         grade(f"\\boxed{{{text}", "25")
         grade(f"\\boxed{{{text}}}", "25" if generator.random() < 0.9 else "\\frac12")
+
+
+def test_the_regime_offers_every_policy_and_the_same_default():
+    assert args.BOX_POLICIES == tuple(BOX_POLICIES)
+    assert args.EvalRegime().box_policy == DEFAULT_BOX_POLICY

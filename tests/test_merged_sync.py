@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from random_qwen3 import save_adapter, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from random_qwen3 import save_adapter
+from transformers import AutoModelForCausalLM
 
 from opsd.args import OPSDConfig
 from opsd.attention import NAME as VARLEN
@@ -21,16 +21,6 @@ from opsd.trainer import OPSDTrainer
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SAMPLING = SamplingSettings(1.0, 1.0, 0, 10)
 PROMPTS, SEEDS = [[10, 20, 30], [11, 21]], [1, 2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ from opsd.model import (
 TARGETS = ["q_proj", "v_proj"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def model_args(folder="m", **changes):
     defaults = dict(
         model_name_or_path=str(folder), use_peft=True, lora_r=4, lora_dropout=0.0, lora_target_modules=TARGETS, dtype="float32"

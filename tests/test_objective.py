@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from random_qwen3 import save_model
 from test_trainer import adapter_state, examples, losses, make_trainer
-from transformers import AutoTokenizer
 
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, build_inputs
@@ -14,17 +12,6 @@ from opsd.divergence import generalized_jsd
 from opsd.objective import Objective, StepSize
 from opsd.rollout import Rollout
 from opsd.teacher import completion_hidden
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
-
 
 LENGTHS = (3, 1, 6, 2)
 

@@ -4,7 +4,6 @@ import pytest
 from made_up_rows import make_row, write_lines
 from random_qwen3 import save_model
 from test_trainer import ScriptedEngine, losses, make_trainer
-from transformers import AutoTokenizer
 
 from opsd.args import DataArgs, OPSDConfig
 from opsd.data import load_training_examples
@@ -14,11 +13,6 @@ from opsd.rollout import Rollout
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

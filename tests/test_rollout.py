@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from random_qwen3 import save_adapter, save_model
+from random_qwen3 import save_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opsd.canary import Canary
@@ -21,11 +21,6 @@ SAMPLING = SamplingSettings(1.1, 0.95, 20, 12)
 PROMPTS = [[10 + i, 20, 30, 40 + i] for i in range(5)]
 SEEDS = [7, 8, 9, 10, 11]
 CANARY = list(range(10, 40))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_vllm_server import KEY, FakeVLLM
-from random_qwen3 import save_adapter, save_model
+from random_qwen3 import save_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opsd.rollout_server
@@ -26,11 +26,6 @@ SAMPLING = SamplingSettings(1.1, 0.95, 20, 12)
 PROMPTS = [[10 + i, 20, 30, 40 + i] for i in range(6)]
 SEEDS = list(range(100, 106))
 CANARY = list(range(10, 30))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

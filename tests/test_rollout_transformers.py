@@ -3,8 +3,8 @@
 import pytest
 import torch
 from peft import PeftModel
-from random_qwen3 import save_adapter, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from random_qwen3 import save_adapter
+from transformers import AutoModelForCausalLM
 
 from opsd.rollout import SamplingSettings
 from opsd.rollout_transformers import TransformersEngine, keep_top
@@ -12,16 +12,6 @@ from opsd.rollout_transformers import TransformersEngine, keep_top
 SAMPLING = SamplingSettings(1.1, 0.95, 20, 10)
 PROMPTS = [[10 + i] * (1 + 3 * i) for i in range(5)]
 SEEDS = [7, 8, 9, 10, 11]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from test_trainer import adapter_state, folder, losses, make_trainer, tokenizer  # noqa: F401
+from test_trainer import adapter_state, losses, make_trainer
 
 from opsd.speed import AdaptedProduct, choose_liger, drop_input_casts, fuse_adapters
 
 
-def test_dropped_input_casts_change_nothing_in_float32(folder, tokenizer, tmp_path):  # noqa: F811
+def test_dropped_input_casts_change_nothing_in_float32(folder, tokenizer, tmp_path):
     plain = make_trainer(folder, tokenizer, tmp_path)
     plain.train()
     faster = make_trainer(folder, tokenizer, tmp_path)
@@ -24,7 +24,7 @@ def test_dropped_input_casts_change_nothing_in_float32(folder, tokenizer, tmp_pa
     assert losses(faster) == losses(plain)
 
 
-def test_fused_adapters_train_alike(folder, tokenizer, tmp_path):  # noqa: F811
+def test_fused_adapters_train_alike(folder, tokenizer, tmp_path):
     plain = make_trainer(folder, tokenizer, tmp_path, gradient_checkpointing=True)
     plain.train()
     faster = make_trainer(folder, tokenizer, tmp_path, gradient_checkpointing=True)

@@ -5,23 +5,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from random_qwen3 import save_adapter, save_model
 from test_trainer import adapter_state, examples, losses, make_trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from opsd.args import OPSDConfig
 from opsd.batch import build_inputs
 from opsd.model import HiddenTap, base_hash
 from opsd.teacher import EMA_FILE, Teacher, completion_hidden
 from opsd.teacher_load import ADAPTER, check_teacher, lora_layers
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def some_inputs(trainer):

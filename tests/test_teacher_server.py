@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 from fake_vllm_server import KEY, FakeVLLM
-from random_qwen3 import save_model
 from test_trainer import losses, make_trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from opsd.args import OPSDConfig
 from opsd.fused_divergence import fused_generalized_jsd
@@ -16,16 +15,6 @@ from opsd.teacher_server import TeacherServer
 from opsd.vllm_client import EngineDied
 
 TOP_K = 5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def make_case(tokens=7, vocab=40, hidden=6):

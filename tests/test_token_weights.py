@@ -4,21 +4,9 @@ import math
 
 import pytest
 import torch
-from random_qwen3 import save_model
 from test_trainer import adapter_state, examples, losses, make_trainer
-from transformers import AutoTokenizer
 
 from opsd.token_weights import contrastive_weights, discrepancy_weights, position_weights, relative_positions
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def logistic(x: float) -> float:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from random_qwen3 import save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from opsd.args import OPSDConfig
 from opsd.attention import NAME as VARLEN
@@ -18,16 +17,6 @@ from opsd.rollout_transformers import TransformersEngine
 from opsd.trainer import OPSDTrainer, RolloutSampler
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def examples(count: int = 16, *, equal_contexts: bool = False) -> list[dict]:

@@ -19,6 +19,18 @@ STEPS = int(os.environ.get("SOAK_STEPS", 2000))
 EVERY = 20
 
 
+def held(output_dir: Path) -> dict[str, float]:
+    """What this process and its run hold now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "file_handles": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "shared_memory_entries": len(list(Path("/dev/shm").glob(f"{ADAPTERS}*/{LOCK}"))),
+        "disk_files": sum(path.is_file() for path in output_dir.rglob("*")),
+    }
+
+
 class Watch(TrainerCallback):
     """What this process and its run hold, every `EVERY` steps."""
 
@@ -26,19 +38,8 @@ class Watch(TrainerCallback):
         self.output_dir, self.rows = output_dir, []
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % EVERY:
-            return
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.rows.append(
-            {
-                "step": state.global_step,
-                "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-                "file_handles": len(os.listdir("/proc/self/fd")),
-                "threads": threading.active_count(),
-                "shared_memory_entries": len(list(Path("/dev/shm").glob(f"{ADAPTERS}*/{LOCK}"))),
-                "disk_files": sum(path.is_file() for path in self.output_dir.rglob("*")),
-            }
-        )
+        if state.global_step % EVERY == 0:
+            self.rows.append({"step": state.global_step, **held(self.output_dir)})
 
 
 @pytest.mark.slow

@@ -1,23 +1,23 @@
 """The tiny world for many steps with a checkpoint and an evaluation every so often: what a run holds stays flat (slow).
 
-SOAK_STEPS=2000 TRUST_SOAK_TINY=soak.json OPSD_CACHE=... python -m pytest -q -m slow tests/faults/test_soak_tiny.py
+SOAK_STEPS=2000 TRUST_SOAK_TINY=soak.json python -m pytest -q -m slow tests/faults/test_soak_tiny.py
 
-Real vLLM, real recipe, evaluation in a process of its own as in the hand-off. The figures are drawn beside the JSON.
+SOAK_CACHE names a folder in which the world is kept (tests do not read OPSD_ variables). Real vLLM, real recipe,
+evaluation in a process of its own as in the hand-off. The figures are drawn beside the JSON.
 """
 
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from test_soak import held
 from transformers import TrainerCallback
 
 import opsd_train
 from opsd.args import parse_training_args
-from opsd.checkpoint import ADAPTERS, LOCK
 from opsd.launch import resolve
 from opsd.runinfo import read_json, write_json
 from opsd.setup_run import resolve_world
@@ -38,20 +38,10 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % max(EVALUATE_EVERY // 10, 1):
             return
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        files = [path for path in self.output_dir.rglob("*") if path.is_file()]
         growing = ("metrics.jsonl", "rollouts.jsonl", "trainer_state.json")  # one entry a step or a rollout, by design
-        self.rows.append(
-            {
-                "step": state.global_step,
-                "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-                "file_handles": len(os.listdir("/proc/self/fd")),
-                "threads": threading.active_count(),
-                "shared_memory_entries": len(list(Path("/dev/shm").glob(f"{ADAPTERS}*/{LOCK}"))),
-                "disk_files": len(files),
-                "disk_mib": sum(path.stat().st_size for path in files if path.name not in growing) / 2**20,
-            }
-        )
+        sizes = [p.stat().st_size for p in self.output_dir.rglob("*") if p.is_file() and p.name not in growing]
+        row = {"step": state.global_step, **held(self.output_dir), "disk_mib": sum(sizes) / 2**20}
+        self.rows.append(row)
 
     def on_save(self, args, state, control, **kwargs):
         if state.global_step % EVALUATE_EVERY:
@@ -80,7 +70,7 @@ def draw(path: Path, rows: list[dict], scores: list[dict]) -> None:
 
 @pytest.mark.slow
 def test_nothing_grows_on_the_tiny_world(tmp_path, monkeypatch):
-    cache = Path(os.environ.get("OPSD_CACHE", tmp_path / "cache"))
+    cache = Path(os.environ.get("SOAK_CACHE", tmp_path / "cache"))
     words = resolve([str(ROOT / "recipes" / "tiny.env"), f"--output_dir={tmp_path / 'run'}"], {}, gpus=0)
     words = [word for word in words.training_arguments if not word.startswith(("--max_steps", "--evaluate_"))]
     words += [f"--max_steps={STEPS}", f"--save_steps={max(EVALUATE_EVERY // 4, 1)}", "--save_total_limit=2"]
