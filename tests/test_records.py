@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_trainer import folder, make_trainer, tokenizer  # noqa: F401
+from test_trainer import make_trainer
 
 from callbacks.metrics_jsonl import MetricsJsonl
 from callbacks.rollout_log import RolloutLog
@@ -11,7 +11,7 @@ from opsd.runinfo import read_jsonl, write_jsonl
 
 
 @pytest.mark.parametrize("log_rollouts", [True, False])
-def test_every_step_and_rollout_is_recorded_once(folder, tokenizer, tmp_path, log_rollouts):  # noqa: F811
+def test_every_step_and_rollout_is_recorded_once(folder, tokenizer, tmp_path, log_rollouts):
     trainer = make_trainer(folder, tokenizer, tmp_path, log_rollouts=log_rollouts)
     trainer.add_callback(MetricsJsonl(tmp_path / "metrics.jsonl"))
     trainer.add_callback(RolloutLog(trainer, tmp_path / "rollouts.jsonl", tokenizer, write=trainer.args.log_rollouts))
