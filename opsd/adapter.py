@@ -5,6 +5,7 @@ Used by the trainer before anything loads, by every engine before it serves a fo
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from opsd.runinfo import sha256_file
@@ -66,7 +67,8 @@ def check_adapter(adapter_dir: Path) -> tuple[str, float]:
     path = Path(adapter_dir) / WEIGHTS
     names, squares = set(), 0.0
     try:
-        with safe_open(path, framework="pt") as weights:
+        with ThreadPoolExecutor(1) as pool, safe_open(path, framework="pt") as weights:
+            digest = pool.submit(sha256_file, path)  # both let go of the interpreter, and both wait for memory
             for name in weights.keys():
                 tensor = weights.get_tensor(name)
                 if tensor.numel() == 0:
@@ -88,7 +90,7 @@ def check_adapter(adapter_dir: Path) -> tuple[str, float]:
         raise ValueError(
             f"{path} holds {len(names)} tensors that are not pairs of lora_A and lora_B; save the adapter again"
         )
-    return sha256_file(path), math.sqrt(squares)
+    return digest.result(), math.sqrt(squares)
 
 
 def check_adapter_fits(adapter_dir: Path, model_path: str, hidden_shapes: dict[str, tuple[int, int]]) -> None:

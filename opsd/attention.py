@@ -1,11 +1,14 @@
 """Variable-length attention for packed rows: several sequences in one row, each attending only to itself.
 
 Registered with transformers under the name `opsd_varlen`; `opsd/batch.py` supplies the boundaries (`cu_seq_lens_q`, `max_length_q`), which
-transformers hands through to here. On CUDA it is PyTorch's own FlashAttention (`torch.nn.attention.varlen`), elsewhere one
-scaled-dot-product call per sequence, which is exact in any dtype.
+transformers hands through to here. On CUDA it is PyTorch's own FlashAttention (`torch.nn.attention.varlen`), or the FlashAttention 3 that
+vLLM brings along where no gradient is wanted (it has no backward pass); elsewhere one scaled-dot-product call per sequence, which is exact
+in any dtype.
 """
 
-from collections.abc import Iterator
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +43,21 @@ def varlen_attention(
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (S, heads, D)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        without_gradient = None if torch.is_grad_enabled() else flash_attention_3()
+        if without_gradient is not None:
+            out = without_gradient(
+                q,
+                k,
+                v,
+                cu_seqlens_q=cu_seq_lens_q,
+                cu_seqlens_k=cu_seq_lens_q,
+                max_seqlen_q=max_length_q,
+                max_seqlen_k=max_length_q,
+                softmax_scale=scaling,
+                causal=True,
+                fa_version=3,
+            )
+            return out.unsqueeze(0), None
         from torch.nn.attention.varlen import varlen_attn
 
         out = varlen_attn(
@@ -68,6 +86,18 @@ def varlen_attention(
         )
         pieces.append(piece.transpose(1, 2))
     return torch.cat(pieces, dim=1), None
+
+
+@functools.cache
+def flash_attention_3() -> Callable | None:
+    """vLLM's variable-length FlashAttention 3; None without vLLM's CUDA build or on a GPU that cannot run it."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:  # builds for other devices have the folder without the kernels
+        return None
+    return flash_attn_varlen_func if is_fa_version_supported(3) else None
 
 
 AttentionInterface.register(NAME, varlen_attention)

@@ -114,15 +114,10 @@ def whole_named(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
         yield name, whole(tensor.detach())
 
 
-def whole_adapter(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The adapter's full matrices on the CPU by parameter name, on every process, in `dtype` (None = as trained)."""
+def whole_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter's full matrices on the CPU by parameter name, on every process."""
     named = ((name, p) for name, p in model.named_parameters() if ".lora_" in name)
-    return {name: tensor.to("cpu", dtype or tensor.dtype) for name, tensor in whole_named(named)}
-
-
-def save_adapter(model: torch.nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Writes the complete adapter to a folder of this process's own, in `dtype`; every process has to take part."""
-    model.save_pretrained(folder, state_dict=whole_adapter(model, dtype))
+    return {name: tensor.cpu() for name, tensor in whole_named(named)}
 
 
 def save_from_all(trainer, folder: str | None) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from opsd.adapter import check_adapter
+from opsd.adapter_export import AdapterExport
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
 from opsd.checkpoint import claim_folder, save_complete, staging_dir
@@ -25,7 +26,7 @@ from opsd.objective import Objective, StepSize
 from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
-from opsd.sharding import adapter_parent, save_adapter, save_from_all
+from opsd.sharding import adapter_parent, save_from_all
 from opsd.steps import RolloutSampler, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
 from opsd.teacher_scores import TopKScores
@@ -81,6 +82,7 @@ class OPSDTrainer(Trainer):
         self.tokens_trained = 0
         self._metrics = StepMetrics()
         self._step_sequences = torch.tensor(args.rollouts_per_step)
+        self._export = AdapterExport(model, self._tap.head.weight.dtype)  # the dtype that the engine computes in
         self._adapter_root, self._adapter_lock = claim_folder(adapter_parent(args))
         self._step_ended_at = time.perf_counter()
 
@@ -148,7 +150,7 @@ class OPSDTrainer(Trainer):
             self._metrics.keep_largest("sync_rel_err", torch.tensor(push_merged(self.model, self.engine, step)))
             return
         adapter_dir, started = self._adapter_root / f"step-{step}", time.perf_counter()
-        save_adapter(self.model, adapter_dir, self._tap.head.weight.dtype)  # the dtype that the engine computes in
+        self._export.write(adapter_dir)
         self._metrics.seconds["save"] = time.perf_counter() - started
         self.engine.sync(adapter_dir, step)
         shutil.rmtree(adapter_dir)

@@ -106,13 +106,15 @@ def test_light_modules_import_without_the_heavy_libraries(name):
     assert run.returncode == 0 and run.stdout.strip() == "[]", run.stdout + run.stderr
 
 
-def test_vllm_is_imported_only_where_the_engine_is_built():
+def test_vllm_is_imported_only_where_the_engine_is_built_or_for_its_attention_kernel():
     for path in (path for path in SOURCES if path.parent.name != "bench"):  # benchmarks time vLLM itself
         module = tree(path)
         at_top = {n for node in module.body if isinstance(node, ast.Import | ast.ImportFrom) for n in imported(node)}
         assert not any(name.split(".")[0] == "vllm" for name in at_top), f"{short(path)} imports vllm at module level"
         if not path.name.startswith("rollout"):
-            assert not any(name.split(".")[0] == "vllm" for name in imported(module)), short(path)
+            used = {name for name in imported(module) if name.split(".")[0] == "vllm"}
+            kernels = {n for n in used if path.name == "attention.py" and n.startswith("vllm.vllm_flash_attn")}
+            assert used == kernels, f"{short(path)} imports {used - kernels}"
 
 
 def test_the_environment_is_read_only_in_recipe_and_entry_points():
