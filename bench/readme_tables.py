@@ -8,6 +8,8 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
+
 from opsd.eval_output import table
 from opsd.ledger import sweep_table
 from opsd.runinfo import exit_on_bad_input, read_json, read_jsonl, write_text
@@ -61,6 +63,7 @@ def shape_run_block(results: Path) -> str:
     return "\n".join(lines) + f"\n\n`{command}`, data in `results/seed_at_shape/`."
 
 
+GROWTH_STUDENT_PROMPT, GROWTH_TEACHER_PROMPT = 200, 600  # tokens, as bench/step.py makes them
 STEP_PARTS = {
     "step": "32 rollouts, one step",
     "micro": "4 sequences, teacher prompts of 3,000 to 8,000",
@@ -83,7 +86,24 @@ def step_block(results: Path) -> str:
         )
     return (
         "\n".join(lines)
-        + f"\n\n`python -m bench.step {' '.join(record['command'])}`, data in `results/bench_step.json`."
+        + f"\n\n{growth_sentence([row for row in record['rows'] if row['part'] == 'growth'])} "
+        + f"`python -m bench.step {' '.join(record['command'])}`, data in `results/bench_step.json`."
+    )
+
+
+def growth_sentence(rows: list[dict]) -> str:
+    """How time grows with completion length: a time per token and one per pair of tokens that attend, fitted to relative errors."""
+    tokens, pairs, seconds = [], [], np.array([row["seconds"] for row in rows])
+    for row in rows:
+        lengths = [row["completion"] + prompt for prompt in (GROWTH_STUDENT_PROMPT, GROWTH_TEACHER_PROMPT)]
+        tokens.append(row["micro_batch"] * sum(lengths))
+        pairs.append(row["micro_batch"] * sum(length**2 / 2 for length in lengths))
+    columns = np.stack([tokens, pairs], axis=1) / seconds[:, None]
+    (per_token, per_pair), *_ = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)
+    worst = np.abs(columns @ (per_token, per_pair) - 1).max()
+    return (
+        f"With completion length, time grows by {1e6 * per_token:.1f} us a token and {1e12 * per_pair:,.0f} us for a million pairs of tokens "
+        f"that attend to each other, within {100 * worst:.0f} % from {rows[0]['completion']} to {rows[-1]['completion']:,} tokens."
     )
 
 

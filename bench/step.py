@@ -8,6 +8,7 @@
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -202,6 +203,7 @@ def main(argv: list[str]) -> None:
             logger.info("%s", json.dumps(row))
         trainer.close()
         del trainer
+        gc.collect()  # a trainer is full of cycles, and its model would count as the next one's memory
         torch.cuda.empty_cache()
     if "micro" in arguments.parts:
         trainer = make_trainer(arguments.shape, packed=False, recompute=True, fast=False)

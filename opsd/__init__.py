@@ -3,8 +3,8 @@
 Start here:     args.py method_args.py loop_args.py prompts.py
 Rows:           rows.py filters.py row_filter.py answer_shape.py answer_text.py overlap.py reweight.py filter_output.py
                 filter_report.py data.py
-Rollouts:       rollout.py canary.py rollout_transformers.py rollout_server.py vllm_client.py server_process.py adapter.py merged_sync.py
-                engines.py
+Rollouts:       rollout.py canary.py rollout_transformers.py rollout_server.py vllm_client.py server_process.py adapter.py
+                adapter_export.py merged_sync.py engines.py
 Model inputs:   batch.py attention.py teacher.py teacher_load.py teacher_scores.py teacher_server.py reason_first.py
                 model.py speed.py compat.py
 Steps:          steps.py
