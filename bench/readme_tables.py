@@ -102,8 +102,8 @@ def growth_sentence(rows: list[dict]) -> str:
     (per_token, per_pair), *_ = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)
     worst = np.abs(columns @ (per_token, per_pair) - 1).max()
     return (
-        f"With completion length, time grows by {1e6 * per_token:.1f} us a token and {1e12 * per_pair:,.0f} us for a million pairs of tokens "
-        f"that attend to each other, within {100 * worst:.0f} % from {rows[0]['completion']} to {rows[-1]['completion']:,} tokens."
+        f"With completion length, time grows by {1e6 * per_token:.1f} us a token and {1e12 * per_pair:,.0f} us for a million pairs of "
+        f"tokens that attend to each other, within {100 * worst:.0f} % from {rows[0]['completion']} to {rows[-1]['completion']:,} tokens."
     )
 
 
