@@ -5,7 +5,7 @@ Usually started by `bash train_capped.sh [recipe] [flags]`, which resolves the r
     python opsd_train.py --model_name_or_path Qwen/Qwen3-1.7B --dataset_name siyanzhao/Openthoughts_math_30k_opsd \\
         --max_steps 100 --use_peft true --lora_target_modules q_proj v_proj --output_dir runs/mine
 
-Writes the adapter, checkpoints, metrics.jsonl, rollouts.jsonl and run.json into `--output_dir`; hands off to `eval_aime.py`.
+Writes the adapter (or the model), checkpoints, metrics.jsonl, rollouts.jsonl and run.json into `--output_dir`; hands off to `eval_aime.py`.
 """
 
 import logging
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent
 
 def main(argv: list[str]) -> None:
     from opsd.args import eval_regime, parse_training_args
+    from opsd.full_weights import check_full
     from opsd.loop_args import check_batch
     from opsd.recipe import check_caps, read_caps
     from opsd.sharding import check_sharding, mode_of_environment
@@ -32,7 +33,9 @@ def main(argv: list[str]) -> None:
     regime = eval_regime(handoff)
     check_caps(args.max_steps, args.rollouts_per_step, *read_caps(ROOT / "train_capped.sh"))
     check_batch(args)
-    check_sharding(mode_of_environment(os.environ), args, model_args)
+    mode = mode_of_environment(os.environ)
+    check_sharding(mode, args, model_args)
+    check_full(args, model_args, mode)
 
     from opsd.checkpoint import find_resume
     from opsd.handoff import Handoff
@@ -44,24 +47,24 @@ def main(argv: list[str]) -> None:
         resolve_world(
             data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")
         )
-    evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval")
+    evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval", args.bf16)
     if args.process_index == 0:
         if data_args.evaluate_before:
-            evaluator.run("before", adapter=None)
+            evaluator.run("before")
         elif data_args.evaluate_after:
             evaluator.check()
 
-    adapter_dir = train(data_args, args, handoff, model_args, checkpoint)
-    if adapter_dir is None:
+    trained = train(data_args, args, handoff, model_args, checkpoint)
+    if trained is None:
         return
     if data_args.evaluate_after and args.process_index == 0:
-        evaluator.run("after", adapter=adapter_dir)
+        evaluator.run("after", trained)
         if data_args.evaluate_before:
             evaluator.compare("before", "after")
 
 
 def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path | None:
-    """One training run, from `checkpoint` if there is one; returns the folder of the final adapter, None after a signal to stop.
+    """One training run, from `checkpoint` if there is one; returns the folder of the final adapter or model, None after a signal to stop.
 
     Everything it held on a GPU is released when it returns.
     """
@@ -69,7 +72,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
     from callbacks.weight_average import ADAPTER
     from opsd.checkpoint import compare_runs, save_complete, staging_dir
     from opsd.data import load_training_examples
-    from opsd.model import base_hash, check_model_args, load_tokenizer
+    from opsd.model import check_model_args, load_tokenizer
     from opsd.schedule import learning_rates, plot_learning_rates
     from opsd.setup_run import build_trainer, preview_prompts, run_record, write_run
     from opsd.teacher_load import check_teacher
@@ -88,8 +91,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         reason_first=args.reason_first_tokens > 0,
     )
     rates = learning_rates(args)
-    record = run_record(argv=sys.argv, groups=(data_args, args, handoff, model_args), counts=counts)
-    record["summed_learning_rate"] = sum(rates)
+    record = run_record(sys.argv, (data_args, args, handoff, model_args), counts) | {"summed_learning_rate": sum(rates)}
     trainer = build_trainer(args, model_args, tokenizer, examples, counts, api_key=os.environ.get("OPSD_VLLM_API_KEY"))
     preemption, average = attach_callbacks(trainer, tokenizer)
     output_dir = Path(args.output_dir)
@@ -98,7 +100,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         if args.plot_lr:
             plot_learning_rates(rates, output_dir / "learning_rate.png")
     try:
-        record["base_sha256_before"] = base_hash(trainer.model)
+        record["base_sha256_before"] = trainer.fixed_hash()
         if checkpoint is not None:
             changed = compare_runs(checkpoint.parent / "run.json", record)
             record["resumed_from"] = {"checkpoint": str(checkpoint), "changed_arguments": changed}
@@ -109,20 +111,19 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
             write_run(trainer, record, "stopped", steps=trainer.state.global_step)
             logging.getLogger("opsd").warning("to go on: the same command with --resume_from_checkpoint latest")
             return None
-        adapter_dir = save_complete(
-            trainer, "adapter", lambda: trainer.save_model(str(staging_dir(output_dir) / "adapter"))
-        )
+        name = "adapter" if model_args.use_peft else "model"
+        trained = save_complete(trainer, name, lambda: trainer.save_model(str(staging_dir(output_dir) / name)))
         if average is not None:
             save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))
         record |= trainer.run_totals(time.perf_counter() - started)
-        record["base_sha256_after"] = base_hash(trainer.model)
+        record["base_sha256_after"] = trainer.fixed_hash()
         write_run(trainer, record, "finished")
         if record["base_sha256_after"] != record["base_sha256_before"]:
             raise RuntimeError(
                 f"the base weights changed during training (sha256 {record['base_sha256_before'][:12]} -> "
                 f"{record['base_sha256_after'][:12]}), so the teacher was not fixed; discard this run"
             )
-        return adapter_dir
+        return trained
     except TrainingStopped as stop:
         write_run(trainer, record, "stopped", reason=str(stop), steps=trainer.state.global_step)
         raise SystemExit(f"error: {stop}" if trainer.is_world_process_zero() else 1) from None

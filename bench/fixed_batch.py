@@ -32,7 +32,8 @@ from opsd.batch import Layout, build_inputs  # noqa: E402
 from opsd.data import load_training_examples  # noqa: E402
 from opsd.divergence import mean_statistics  # noqa: E402
 from opsd.fused_divergence import fused_generalized_jsd  # noqa: E402
-from opsd.model import HiddenTap, load_tokenizer  # noqa: E402
+from opsd.hidden_tap import HiddenTap  # noqa: E402
+from opsd.model import load_tokenizer  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Between trainer.py, which fills the folder, and opsd_train.py, which picks the one to go on from. A kill at any moment leaves the older
 checkpoints as they were and at most a hidden folder that nobody reads and the next save removes. The manifest also names a checkpoint that
 was damaged later (a torn copy, a full disk). Nothing here, and nothing that transformers 5.17 does with these files, unpickles objects:
-the adapter is safetensors, and optimizer, schedule and random states are read with `weights_only=True`.
+the weights are safetensors, and optimizer, schedule and random states are read with `weights_only=True`.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from opsd.adapter import check_adapter
+from opsd.full_weights import check_saved
 from opsd.runinfo import sha256_file, write_json
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def publish(output_dir: Path, name: str, step: int) -> Path:
     """Proves the staged folder `name`, writes its manifest, and renames it into `output_dir`. Returns the checkpoint."""
     staged, final = staging_dir(output_dir) / name, Path(output_dir) / name
     (staged / PICKLED_ARGUMENTS).unlink(missing_ok=True)
-    check_adapter(staged)
+    check_saved(staged)
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     files = {}
     for path in paths:
@@ -116,7 +116,7 @@ def check_checkpoint(path: Path) -> int:
             )
         if sha256_file(file) != expected["sha256"]:
             raise ValueError(f"checkpoint={path}: {name} has changed since it was written; {remedy}")
-    check_adapter(path)
+    check_saved(path)
     return manifest["step"]
 
 

@@ -4,6 +4,7 @@ import torch
 
 from opsd.args import OPSDConfig
 from opsd.eval_estimate import linear_shapes
+from opsd.full_weights import sampling_dtype
 from opsd.memory import Engine, Plan, StepShape, Student, free_gpu_bytes, make_plan
 from opsd.method_args import is_address
 from opsd.model import load_config
@@ -47,7 +48,7 @@ def build_engine(
 ):
     """The engine that `args.rollout_engine` and `args.rollout_sync` name; `model` is the student."""
     name, merged = model_args.model_name_or_path, args.rollout_sync == "merged"
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(sampling_dtype(model, args.bf16)).removeprefix("torch.")
     canary = {"canary_ids": canary_ids[:CANARY_TOKENS], "eos_ids": eos_ids, "max_model_len": max_model_len}
     if args.rollout_engine == "vllm":
         return VLLMEngine(
@@ -78,8 +79,9 @@ def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> 
     student = Student.of(
         config,
         weight_bytes=weight_bytes,
+        compute_bytes=2 if args.bf16 and not model_args.use_peft else weight_bytes,
         logit_bytes=getattr(torch, args.logits_dtype).itemsize,
-        lora_rank=model_args.lora_r,
+        lora_rank=model_args.lora_r if model_args.use_peft else None,
         lora_targets=model_args.lora_target_modules,
         liger=args.use_liger_kernel,
     )

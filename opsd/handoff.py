@@ -14,11 +14,12 @@ logger = logging.getLogger(__name__)
 class Handoff:
     """Runs the evaluator on the trained model with one regime, and compares results."""
 
-    def __init__(self, script: Path, model_args, handoff, regime: EvalRegime, output_dir: Path):
+    def __init__(self, script: Path, model_args, handoff, regime: EvalRegime, output_dir: Path, bf16: bool):
         self._script = script
         self._output_dir = output_dir
-        self._command = ["--model", model_args.model_name_or_path, "--benchmark", handoff.eval_benchmark or "aime24"]
-        self._command += ["--dtype", model_args.dtype or "auto"]
+        self._base, self._adapted = model_args.model_name_or_path, model_args.use_peft
+        dtype = model_args.dtype if self._adapted or not bf16 else "bfloat16"  # as rollouts are sampled
+        self._command = ["--benchmark", handoff.eval_benchmark or "aime24", "--dtype", dtype or "auto"]
         if handoff.eval_max_problems is not None:
             self._command += ["--max_problems", str(handoff.eval_max_problems)]
         for name, value in asdict(regime).items():
@@ -26,15 +27,14 @@ class Handoff:
 
     def check(self) -> None:
         """Refuses, before hours of training, an evaluation that could not start: a dry run of the evaluator."""
-        self._call([*self._command, "--dry_run", "true"])
+        self._call([*self._command, "--model", self._base, "--dry_run", "true"])
 
-    def run(self, name: str, adapter: Path | None) -> Path:
-        """Evaluates the base model or an adapter; returns the folder with result.json. Raises RuntimeError when it fails."""
+    def run(self, name: str, trained: Path | None = None) -> Path:
+        """Evaluates the base model, or what was trained; returns the folder with result.json. Raises RuntimeError when it fails."""
         output_dir = self._output_dir / name
-        command = [*self._command, "--output_dir", str(output_dir), "--name", name]
-        if adapter is not None:
-            command += ["--adapter", str(adapter)]
-        self._call(command)
+        model = self._base if self._adapted or trained is None else str(trained)
+        adapter = ["--adapter", str(trained)] if self._adapted and trained is not None else []
+        self._call([*self._command, "--model", model, *adapter, "--output_dir", str(output_dir), "--name", name])
         return output_dir
 
     def compare(self, before: str, after: str) -> None:

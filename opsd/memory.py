@@ -38,20 +38,36 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Student:
-    """What is trained: bytes of one model weight, of one logit, and the adapter (`lora_rank` None = every weight is trained)."""
+    """What is trained: bytes of one model weight, of one value that is computed, of one logit, and the adapter.
+
+    `lora_rank` None: every weight is trained, and the engine and the frozen teacher hold theirs in what is computed.
+    """
 
     config: PretrainedConfig
     linear: dict[str, tuple[int, int]]  # name of every linear layer -> (out, in) features
     parameters: int
     weight_bytes: int
+    compute_bytes: int
     logit_bytes: int
     lora_rank: int | None
     lora_targets: tuple[str, ...]
     liger: bool = False  # whether Liger's kernels keep less for the backward pass
 
     @classmethod
-    def of(cls, config: PretrainedConfig, *, weight_bytes: int, logit_bytes: int, lora_rank, lora_targets, liger=False):
-        return cls(config, *linear_shapes(config), weight_bytes, logit_bytes, lora_rank, tuple(lora_targets), liger)
+    def of(
+        cls,
+        config: PretrainedConfig,
+        *,
+        weight_bytes: int,
+        logit_bytes: int,
+        lora_rank: int | None,
+        lora_targets,
+        compute_bytes: int | None = None,
+        liger: bool = False,
+    ):
+        compute_bytes = compute_bytes or weight_bytes
+        targets = tuple(lora_targets or ())
+        return cls(config, *linear_shapes(config), weight_bytes, compute_bytes, logit_bytes, lora_rank, targets, liger)
 
 
 @dataclass(frozen=True)
@@ -70,28 +86,28 @@ def training_items(student: Student, step: StepShape, *, recompute: bool) -> dic
     decoder = {name: shape for name, shape in student.linear.items() if not name.endswith("lm_head")}
     inputs = step.sequences * (step.prompt_tokens + step.completion_tokens)
     completions = step.sequences * step.completion_tokens
-    trained = parameters if student.lora_rank is None else adapter_parameters(decoder, student)
-    trained_bytes = 4 if student.lora_rank is not None else student.weight_bytes
     items = {"base weights": parameters * student.weight_bytes}
     if student.lora_rank is None:
-        items["frozen teacher copy"] = parameters * student.weight_bytes
-        items["gradients and Adam"] = 3 * trained * trained_bytes
+        items["frozen copy"] = parameters * student.compute_bytes
+        items["gradients and Adam"] = 3 * parameters * student.weight_bytes
+        if student.compute_bytes < student.weight_bytes:
+            items["weights as autocast multiplies them"] = parameters * student.compute_bytes
     else:
-        items["adapter, gradients and Adam"] = 4 * trained * trained_bytes
+        items["adapter, gradients and Adam"] = 4 * adapter_parameters(decoder, student) * 4
     if recompute:
         items["layer inputs (recomputation on)"] = (
-            inputs * text.num_hidden_layers * text.hidden_size * student.weight_bytes
+            inputs * text.num_hidden_layers * text.hidden_size * student.weight_bytes  # the residual stream's dtype
         )
     else:
         outputs = sum(out for out, _ in decoder.values())
         weights = sum(out * features for out, features in decoder.values())
         items["activations (recomputation off)"] = int(
-            student.weight_bytes
+            student.compute_bytes
             * (inputs * SAVED_PER_OUTPUT[student.liger] * outputs + SAVED_WITH_WEIGHTS[student.liger] * weights)
         )
-    items["hidden states around the loss"] = int(completions * HIDDEN_COPIES * text.hidden_size * student.weight_bytes)
+    items["hidden states around the loss"] = int(completions * HIDDEN_COPIES * text.hidden_size * student.compute_bytes)
     rows = min(default_chunk_size(text.vocab_size, student.logit_bytes), completions)
-    items["loss chunk"] = rows * text.vocab_size * (2 * student.logit_bytes + student.weight_bytes)
+    items["loss chunk"] = rows * text.vocab_size * (2 * student.logit_bytes + student.compute_bytes)
     return items
 
 
@@ -104,7 +120,7 @@ def adapter_parameters(shapes: dict[str, tuple[int, int]], student: Student) -> 
 
 def engine_items(engine: Engine, student: Student, step: StepShape, *, sleep: bool) -> dict[str, int]:
     """Bytes that the engine holds while the student trains, by item."""
-    copy = student.parameters * student.weight_bytes
+    copy = student.parameters * student.compute_bytes
     if engine.kind == "vllm":
         if sleep:
             return {"engine, asleep": SLEEPING_ENGINE}
@@ -120,7 +136,7 @@ def rollout_items(engine: Engine, student: Student, step: StepShape) -> dict[str
     if engine.kind != "transformers":
         return {}
     tokens = step.rollouts * (step.prompt_tokens + step.completion_tokens)
-    return {"KV cache while sampling": tokens * kv_bytes_per_token(student.config, student.weight_bytes)}
+    return {"KV cache while sampling": tokens * kv_bytes_per_token(student.config, student.compute_bytes)}
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,3 @@ class MergedWeights:
     def digest(self) -> str:
         """Changes when what was merged changes."""
         return f"merged-{self._applied!r}"
-
-
-def push_merged(model: PeftModel, engine, step: int) -> float:
-    """Has `engine` serve the student merged at optimizer step `step`. Returns the relative error of the merge."""
-    weights = MergedWeights(model)
-    engine.load_weights(weights, step)
-    return weights.relative_error

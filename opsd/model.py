@@ -1,12 +1,10 @@
-"""The student: base model + LoRA adapter, its output projection, and the hash that proves that the base never moved.
+"""The student: base model + LoRA adapter, and the hash that proves that the base never moved.
 
-Data flow: ModelConfig -> `load_student` -> opsd/trainer.py. The loss works on hidden states (opsd/fused_divergence.py), so `HiddenTap`
-makes the model's forward stop before the output projection.
+Data flow: ModelConfig -> `load_student` -> opsd/trainer.py. Without an adapter (`use_peft=false`) all weights are trained: see
+opsd/full_weights.py.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,13 +34,13 @@ def check_model_args(model_args: ModelConfig) -> None:
     """Refuses, by name and before anything loads, what the method or the engine cannot honour. Raises ValueError."""
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is not given; name a hub id or a local folder")
-    if not model_args.use_peft:
-        raise ValueError(
-            "use_peft=false must be true: the student is a LoRA adapter and the teacher is the base without it"
-        )
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(model_args, name):
             raise ValueError(f"{name}=true must be false: the engine would sample from other weights than are trained")
+    if model_args.model_revision != "main" and Path(model_args.model_name_or_path).is_dir():
+        raise ValueError(f"model_revision={model_args.model_revision} has no effect on a local folder; remove it")
+    if not model_args.use_peft:
+        return
     if model_args.lora_r <= 0:
         raise ValueError(f"lora_r={model_args.lora_r} must be > 0")
     if not model_args.lora_target_modules:
@@ -51,8 +49,6 @@ def check_model_args(model_args: ModelConfig) -> None:
         raise ValueError(f"lora_alpha={model_args.lora_alpha} must be > 0")
     if model_args.lora_task_type != "CAUSAL_LM":
         raise ValueError(f"lora_task_type={model_args.lora_task_type} must be CAUSAL_LM; leave it out")
-    if model_args.model_revision != "main" and Path(model_args.model_name_or_path).is_dir():
-        raise ValueError(f"model_revision={model_args.model_revision} has no effect on a local folder; remove it")
     if not 0 <= model_args.lora_dropout < 1:
         raise ValueError(f"lora_dropout={model_args.lora_dropout} must be in [0, 1)")
     refuse_unservable(
@@ -153,8 +149,8 @@ def _first_line(error: BaseException) -> str:
 
 def load_student(
     model_args: ModelConfig, *, attn_implementation: str | None, seed: int, device: str | torch.device
-) -> PeftModel:
-    """Base model in `model_args.dtype` with a fresh float32 LoRA adapter (B = 0, so that the student starts as the base).
+) -> PeftModel | PreTrainedModel:
+    """Base model in `model_args.dtype` with a fresh float32 LoRA adapter (B = 0, so that the student starts as the base), or without one.
 
     Raises ValueError when a target module does not exist in the model.
     """
@@ -167,13 +163,14 @@ def load_student(
         dtype=dtype,
         attn_implementation=attn_implementation,
     ).to(device)
-    base.config.use_cache = False
     torch.manual_seed(seed)
+    refuse_unsupported_head(base)
+    if not model_args.use_peft:
+        return base
+    base.config.use_cache = False
     lora = get_peft_config(model_args)
     lora.target_modules = _targets(base, lora.target_modules)
-    model = get_peft_model(base, lora)
-    refuse_unsupported_head(base)
-    return model
+    return get_peft_model(base, lora)
 
 
 def _targets(base: PreTrainedModel, wanted: str | set[str] | list[str]) -> str | list[str]:
@@ -203,34 +200,7 @@ def refuse_unsupported_head(base: PreTrainedModel) -> None:
             raise ValueError(f"{name}={text[name]} in the model's config is not supported by the trainer")
 
 
-def base_hash(model: PeftModel) -> str:
-    """sha256 over every weight that is not the adapter's, in name order: equal at both ends of a run, or the teacher moved."""
+def base_hash(model: PreTrainedModel | PeftModel) -> str:
+    """sha256 over every weight that is not an adapter's, in name order: equal at both ends of a run, or the teacher moved."""
     named = ((n, p) for n, p in model.named_parameters() if ".lora_" not in n)
     return sha256_tensors(whole_named(sorted(named, key=lambda item: item[0])))
-
-
-class HiddenTap:
-    """Lets a causal language model's forward return selected hidden states in place of logits.
-
-    Inside `selecting(keep)` the output projection is skipped and the forward's `logits` are the final hidden states at the flat
-    positions `keep`, shape (N, H). The call still goes through every wrapper (DDP, DeepSpeed), so gradients synchronise as usual.
-    """
-
-    def __init__(self, base: PreTrainedModel):
-        self.head = base.get_output_embeddings()
-        self._project = self.head.forward
-        self._keep: torch.Tensor | None = None
-        self.head.forward = self._forward
-
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:  # (B, L, H)
-        if self._keep is None:
-            return self._project(hidden)
-        return hidden.flatten(0, 1).index_select(0, self._keep)  # (N, H)
-
-    @contextmanager
-    def selecting(self, keep: torch.Tensor) -> Iterator[None]:
-        self._keep = keep
-        try:
-            yield
-        finally:
-            self._keep = None

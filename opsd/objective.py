@@ -14,6 +14,7 @@ from opsd.args import OPSDConfig
 from opsd.batch import MicroBatch
 from opsd.divergence import mean_statistics
 from opsd.fused_divergence import fused_generalized_jsd
+from opsd.hidden_tap import HiddenTap
 from opsd.sampled_token import sampled_token_logps, sampled_token_loss
 from opsd.token_weights import contrastive_weights, discrepancy_weights, position_weights, relative_positions
 
@@ -27,11 +28,11 @@ class StepSize:
 
 
 class Objective:
-    """The loss that `args` describes, on the output projections `head` (student) and `teacher_head`."""
+    """The loss that `args` describes, on the output projections of both roles' models."""
 
-    def __init__(self, args: OPSDConfig, head: torch.nn.Linear, teacher_head: torch.nn.Linear):
+    def __init__(self, args: OPSDConfig, student: HiddenTap, teacher: HiddenTap):
         self._args = args
-        self._head, self._teacher_head = head, teacher_head
+        self._student, self._teacher = student, teacher
         self._logits_dtype = getattr(torch, args.logits_dtype)
 
     @property
@@ -68,26 +69,26 @@ class Objective:
             "token_weights": weights,
             "denominator": denominator,
             "logits_dtype": self._logits_dtype,
-            "lm_head_bias": self._head.bias,
+            "lm_head_bias": self._student.bias,
         }
         if args.objective == "sampled_token":
             loss, sums = sampled_token_loss(
                 student_hidden,
                 teacher_hidden,
-                self._head.weight,
+                self._student.weight,
                 token_ids,
                 mask,
                 advantage_clip=args.advantage_clip,
                 **shared,
             )
         else:
-            if self._teacher_head is not self._head:
-                shared["teacher_lm_head_weight"] = self._teacher_head.weight
-                shared["teacher_lm_head_bias"] = self._teacher_head.bias
+            if self._teacher is not self._student:
+                shared["teacher_lm_head_weight"] = self._teacher.weight
+                shared["teacher_lm_head_bias"] = self._teacher.bias
             loss, sums = fused_generalized_jsd(
                 student_hidden,
                 teacher_hidden,
-                self._head.weight,
+                self._student.weight,
                 mask,
                 beta=args.beta,
                 entry_clip=args.entry_clip,
@@ -111,11 +112,11 @@ class Objective:
                 positions, args.token_weight_floor, args.token_weight_midpoint, args.token_weight_width
             )
         elif args.token_weight == "discrepancy":
-            gaps = self._logps(teacher_hidden, token_ids, self._teacher_head)
-            gaps = (gaps - self._logps(student_hidden, token_ids, self._head)).abs()
+            gaps = self._logps(teacher_hidden, token_ids, self._teacher)
+            gaps = (gaps - self._logps(student_hidden, token_ids, self._student)).abs()
             weights = discrepancy_weights(gaps, lengths, args.token_weight_gain)
         elif args.token_weight == "contrastive":
-            right, wrong = (self._logps(h, token_ids, self._teacher_head) for h in (teacher_hidden, wrong_hidden))
+            right, wrong = (self._logps(h, token_ids, self._teacher) for h in (teacher_hidden, wrong_hidden))
             weights = contrastive_weights(right, wrong, args.token_weight_floor, args.token_weight_scale)
         if args.loss_reduction == "sequence_mean":
             counted = torch.tensor(lengths, device=student_hidden.device) - args.skip_first_tokens
@@ -124,10 +125,10 @@ class Objective:
             weights = own if weights is None else weights * own
         return weights
 
-    def _logps(self, hidden: torch.Tensor, token_ids: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
+    def _logps(self, hidden: torch.Tensor, token_ids: torch.Tensor, tap: HiddenTap) -> torch.Tensor:
         """Log-probability of every sampled token under the loss's temperature, (N,), nats, without gradient."""
         return sampled_token_logps(
-            hidden.detach(), head.weight, token_ids, lm_head_bias=head.bias, temperature=self._args.distill_temperature
+            hidden.detach(), tap.weight, token_ids, lm_head_bias=tap.bias, temperature=self._args.distill_temperature
         )
 
     def row(self, totals: dict[str, float]) -> dict[str, float]:

@@ -94,7 +94,7 @@ def build_trainer(
         seed=args.seed,
         device=args.device,
     )
-    if args.bf16:
+    if args.bf16 and model_args.use_peft:
         drop_input_casts(model)
     choose_liger(args, config.get_text_config().model_type)
     before = allocated_bytes()
@@ -112,7 +112,7 @@ def build_trainer(
     held = allocated_bytes() - before
     trainer = OPSDTrainer(model, args, examples, tokenizer, engine, layout, engine_bytes=held, api_key=api_key)
     whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-    if args.bf16 and whole and model.dtype == torch.bfloat16:
+    if args.bf16 and model_args.use_peft and whole and model.dtype == torch.bfloat16:
         fuse_adapters(model)
     return trainer
 

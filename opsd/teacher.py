@@ -1,7 +1,7 @@
 """The privileged role: whose weights score the student's tokens.
 
     base     the initial policy: the same model with its adapter switched off. Costs no memory and cannot drift, because the base weights
-             are never written (DESIGN.md section 3.1).
+             are never written (DESIGN.md section 3.1). Without an adapter it is a frozen copy (opsd/full_weights.py).
     live     the student itself.
     ema      base + an exponential moving average of the adapter's *effective* weights. The average of A and the average of B do not
              multiply to the average of B A, so the product `scaling * B A` of every adapted layer is averaged, exactly, in float32:
@@ -23,12 +23,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.liger import apply_liger_kernel
 
 from opsd.args import OPSDConfig
 from opsd.batch import ModelInputs
 from opsd.compat import use_adapter
+from opsd.hidden_tap import HiddenTap
 from opsd.method_args import is_address
-from opsd.model import HiddenTap
 from opsd.rollout import Rollout
 from opsd.teacher_load import ADAPTER, adapter_matrices, load_teacher, lora_layers, pair_for
 from opsd.teacher_scores import TopKScores
@@ -43,7 +44,7 @@ def completion_hidden(model: torch.nn.Module, tap: HiddenTap, inputs: ModelInput
     """Hidden states that predict the completion tokens, (N, H), in the dtype of the output projection."""
     with tap.selecting(inputs.keep):
         hidden = model(**inputs.forward, use_cache=False).logits
-    return hidden.to(tap.head.weight.dtype)
+    return hidden.to(tap.dtype)
 
 
 @contextmanager
@@ -91,11 +92,13 @@ class Teacher:
         student: PreTrainedModel,
         student_tap: HiddenTap,
         *,
+        frozen: PreTrainedModel | None = None,
         sharded: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         api_key: str | None = None,
     ):
-        """`sharded`: whether the student's weights will be spread over processes (FSDP, ZeRO-3). `api_key`: of a teacher's server."""
+        """`frozen`: the untrained copy of a student that has no adapter. `sharded`: whether the student's weights will be spread over
+        processes (FSDP). `api_key`: of a teacher's server."""
         self._kind = args.teacher_kind
         self._decay = args.teacher_ema_decay
         self._student, self._tap, self._model = student, student_tap, student
@@ -119,8 +122,13 @@ class Teacher:
             rows = student.get_output_embeddings().weight.shape[0]
             self._server = TeacherServer(args.teacher_model, api_key, args.loss_top_k, rows, tokenizer)
         elif self._kind == "model":
-            self._model = load_teacher(args.teacher_model, student)
-            self._tap = HiddenTap(self._model)
+            self._model = load_teacher(args.teacher_model, student, student_tap.dtype)
+        elif self._kind == "base" and frozen is not None:
+            self._model = frozen
+        if self._model is not student:
+            self._tap = HiddenTap(self._model, student_tap.dtype)
+            if args.use_liger_kernel:  # as the training loop does for the student
+                apply_liger_kernel(self._model, args.liger_kernel_config)
 
     def ask(self, examples: list[dict], rollouts: list[Rollout]) -> list[TopKScores] | None:
         """A server's scores of a step's sequences; None for a teacher that is here. Raises EngineDied when the server stays away."""
@@ -130,9 +138,9 @@ class Teacher:
         return self._server.score(prompts, [rollout.completion_ids for rollout in rollouts])
 
     @property
-    def head(self) -> torch.nn.Linear:
-        """The teacher's output projection; the student's where a server projects."""
-        return self._tap.head
+    def tap(self) -> HiddenTap:
+        """Of the teacher's model; the student's where a server projects."""
+        return self._tap
 
     def hidden(self, inputs: ModelInputs) -> torch.Tensor:
         """Hidden states that predict the completion tokens, (N, H of the teacher), without gradient."""
@@ -142,7 +150,7 @@ class Teacher:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """The teacher's weights are in place inside the block, without gradients and without dropout."""
-        if self._kind in ("base", "live"):
+        if self._model is self._student and self._kind in ("base", "live"):
             with teacher_weights(self._student, self._kind):
                 yield
             return

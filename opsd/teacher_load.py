@@ -66,9 +66,9 @@ def adapter_matrices(student: PeftModel, adapter_dir: Path) -> dict[torch.nn.Par
     return matrices
 
 
-def load_teacher(name_or_path: str, student: PreTrainedModel) -> PreTrainedModel:
-    """Another model as a frozen teacher, in the student's dtype, attention and device."""
-    model = load_base(name_or_path, dtype=student.dtype, attn_implementation=student.config._attn_implementation).to(
+def load_teacher(name_or_path: str, student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Another model as a frozen teacher, with the student's attention and device."""
+    model = load_base(name_or_path, dtype=dtype, attn_implementation=student.config._attn_implementation).to(
         student.device
     )
     rows, own_rows = model.get_output_embeddings().weight.shape[0], student.get_output_embeddings().weight.shape[0]

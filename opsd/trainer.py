@@ -12,16 +12,17 @@ import torch
 from accelerate.logging import get_logger
 from peft import PeftModel
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from opsd.adapter import check_adapter
 from opsd.adapter_export import AdapterExport
 from opsd.args import OPSDConfig
 from opsd.batch import Layout, MicroBatch, build_inputs, split_micro_batches
 from opsd.checkpoint import claim_folder, save_complete, staging_dir
-from opsd.merged_sync import push_merged
-from opsd.model import HiddenTap
+from opsd.full_weights import FullWeights, check_saved, frozen_copy, sampling_dtype
+from opsd.hidden_tap import HiddenTap
+from opsd.merged_sync import MergedWeights
+from opsd.model import base_hash
 from opsd.objective import Objective, StepSize
 from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
@@ -35,7 +36,7 @@ logger = get_logger(__name__)
 
 
 class OPSDTrainer(Trainer):
-    """Trains a LoRA student against the same model that sees the reference solution.
+    """Trains a student, a LoRA adapter or a whole model, against the model that it started as, which sees the reference solution.
 
     `train_dataset` rows have `example_id` (str), `prompt_ids` and `teacher_prompt_ids` (lists of token ids). `engine` is one of
     opsd/rollout.py's. `layout` says how sequences are batched. Raises RuntimeError when an invariant of the method breaks.
@@ -43,7 +44,7 @@ class OPSDTrainer(Trainer):
 
     def __init__(
         self,
-        model: PeftModel,
+        model: PeftModel | PreTrainedModel,
         args: OPSDConfig,
         train_dataset,
         processing_class: PreTrainedTokenizerBase,
@@ -53,7 +54,10 @@ class OPSDTrainer(Trainer):
         api_key: str | None = None,
         **kwargs,
     ):
-        self._tap = HiddenTap(model.get_base_model())
+        adapted = isinstance(model, PeftModel)
+        dtype = sampling_dtype(model, args.bf16)
+        self._frozen = None if adapted else frozen_copy(model, dtype)
+        self._tap = HiddenTap(model.get_base_model(), None) if adapted else HiddenTap(model, dtype)
         super().__init__(
             model=model,
             args=args,
@@ -70,8 +74,10 @@ class OPSDTrainer(Trainer):
             args.temperature, args.top_p, args.top_k, args.max_completion_length, args.ignore_eos
         )
         sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-        self.teacher = Teacher(args, model, self._tap, sharded=sharded, tokenizer=processing_class, api_key=api_key)
-        self.objective = Objective(args, self._tap.head, self.teacher.head)
+        self.teacher = Teacher(
+            args, model, self._tap, frozen=self._frozen, sharded=sharded, tokenizer=processing_class, api_key=api_key
+        )
+        self.objective = Objective(args, self._tap, self.teacher.tap)
         # saved into every checkpoint and restored from it: save(folder, step), load(folder)
         self.stateful = [self.teacher]
         if args.reason_first_tokens:
@@ -82,7 +88,7 @@ class OPSDTrainer(Trainer):
         self.tokens_trained = 0
         self._metrics = StepMetrics()
         self._step_sequences = torch.tensor(args.rollouts_per_step)
-        self._export = AdapterExport(model, self._tap.head.weight.dtype)  # the dtype that the engine computes in
+        self._export = AdapterExport(model, dtype)
         self._adapter_root, self._adapter_lock = claim_folder(adapter_parent(args))
         self._step_ended_at = time.perf_counter()
 
@@ -147,7 +153,9 @@ class OPSDTrainer(Trainer):
         """Has the engine serve this step's student: its adapter, saved to memory-backed disk, or its merged weights."""
         step = self.state.global_step
         if self.args.rollout_sync == "merged":
-            self._metrics.keep_largest("sync_rel_err", torch.tensor(push_merged(self.model, self.engine, step)))
+            weights = MergedWeights(self.model) if self._frozen is None else FullWeights(self.model, self._frozen)
+            self.engine.load_weights(weights, step)
+            self._metrics.keep_largest("sync_rel_err", torch.tensor(weights.relative_error))
             return
         adapter_dir, started = self._adapter_root / f"step-{step}", time.perf_counter()
         self._export.write(adapter_dir)
@@ -215,9 +223,9 @@ class OPSDTrainer(Trainer):
         sampler = torch.tensor([lp for r in inputs.rollouts for lp in r.per_token_logps], device=device)
         trainer = sampled_token_logps(
             student_hidden,
-            self._tap.head.weight,
+            self._tap.weight.detach(),
             token_ids,
-            lm_head_bias=self._tap.head.bias,
+            lm_head_bias=self._tap.bias,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             top_k=self.sampling.top_k,
@@ -277,12 +285,13 @@ class OPSDTrainer(Trainer):
         super().log(row, start_time)
 
     def floating_point_ops(self, inputs: MicroBatch) -> int:
-        """Operations of one micro-batch: 2 per weight and token forward, 4 backward without weight gradients of the base."""
+        """Operations of one micro-batch: 2 per weight and token forward, 2 backward, and 2 more where the base has gradients."""
         weights = self.model.num_parameters() - self.model.get_input_embeddings().weight.numel()
         completions = inputs.completion_tokens
         student = sum(map(len, inputs.student_prompts)) + completions
         teacher = sum(map(len, inputs.teacher_prompts)) + completions
-        return weights * (2 * teacher + 4 * student) + 6 * completions * self._tap.head.weight.numel()
+        student_passes = 4 if self._frozen is None else 6
+        return weights * (2 * teacher + student_passes * student) + 6 * completions * self._tap.head.weight.numel()
 
     def _get_output_dir(self, trial) -> str:
         """Where the loop writes a checkpoint: under a hidden name that `_save_checkpoint` replaces once it is complete."""
@@ -306,12 +315,19 @@ class OPSDTrainer(Trainer):
                 part.load(Path(checkpoint))
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
-        save_from_all(self, output_dir)
+        if self._frozen is None:
+            save_from_all(self, output_dir)
+        elif self.args.should_save:
+            self._save(output_dir)
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        """Saves adapter and tokenizer, then reopens the adapter and proves that it is complete."""
+        """Saves adapter or model and the tokenizer, then reopens the weights and proves that they are complete."""
         super()._save(output_dir, state_dict)
-        check_adapter(Path(output_dir or self.args.output_dir))
+        check_saved(Path(output_dir or self.args.output_dir))
+
+    def fixed_hash(self) -> str:
+        """Of the weights that must not move: the adapter's base, or the frozen copy of a model that is trained as a whole."""
+        return base_hash(self.model if self._frozen is None else self._frozen)
 
     def run_totals(self, seconds: float) -> dict[str, float | int]:
         """Totals over all processes for run.json, of `seconds` since the start or the resume; every process has to take part."""

@@ -35,7 +35,14 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_model(folder: Path, *, seed: int = 0, hidden_size: int = 64, max_position_embeddings: int = 512) -> Path:
+def save_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 64,
+    max_position_embeddings: int = 512,
+    tie_word_embeddings: bool = False,
+) -> Path:
     """Writes model and tokenizer to `folder`. The end token and the boxes are likely enough to be seen within 24 tokens."""
     tokenizer = save_tokenizer(folder)
     torch.manual_seed(seed)
@@ -48,7 +55,7 @@ def save_model(folder: Path, *, seed: int = 0, hidden_size: int = 64, max_positi
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tie_word_embeddings,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

@@ -95,8 +95,8 @@ def test_an_ablation_trains_two_steps_on_the_tiny_world(path, cache, tmp_path):
     ).training_arguments
     data_args, args, handoff, model_args = training_parser().parse_args_into_dataclasses(arguments)
     resolve_world(data_args, handoff, model_args, cache)
-    adapter = train(data_args, args, handoff, model_args, None)
-    assert (adapter / "adapter_model.safetensors").is_file()
+    trained = train(data_args, args, handoff, model_args, None)
+    assert (trained / f"{'adapter_' if model_args.use_peft else ''}model.safetensors").is_file()
     assert (tmp_path / "run" / "adapter_wavg").is_dir() == (path.stem == "weight_average")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]

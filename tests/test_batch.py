@@ -6,7 +6,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from opsd.attention import NAME as VARLEN
 from opsd.batch import Layout, build_inputs, split_micro_batches
-from opsd.model import HiddenTap
+from opsd.hidden_tap import HiddenTap
 from opsd.rollout import Rollout
 
 PAD = 0

@@ -13,7 +13,7 @@ from opsd.launch import resolve
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = [ROOT / "recipe.env", *sorted((ROOT / "recipes").rglob("*.env"))]
 # smollm2.env names no rows: they are given by flag
-EXTRA_FLAGS = {"smollm2.env": ["--train_file", "rows.jsonl"]}
+EXTRA_FLAGS = {"smollm2.env": ["--train_file", "rows.jsonl"], "full_finetuning.env": ["--bf16", "false"]}  # no GPU here
 
 # DESIGN.md section 2, both columns
 SHARED = {
@@ -81,7 +81,7 @@ def test_dry_run_shows_the_published_values(name):
 
 def test_every_shipped_recipe_parses():
     ablations = len(list((ROOT / "recipes" / "ablations").glob("*.env")))
-    assert len(RECIPES) == 8 + ablations and {"recipe.env", "paper.env", "tiny.env", "smollm2.env"} <= {
+    assert len(RECIPES) == 9 + ablations and {"recipe.env", "paper.env", "tiny.env", "smollm2.env"} <= {
         p.name for p in RECIPES
     }
     for path in RECIPES:

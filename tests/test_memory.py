@@ -115,8 +115,15 @@ def test_engines_elsewhere_cost_nothing_here(student):
 def test_full_fine_tuning_holds_a_second_copy(student):
     full = dataclasses.replace(student, lora_rank=None, lora_targets=())
     items = training_items(full, StepShape(4, 32, 200, 1024), recompute=True)
-    assert items["frozen teacher copy"] == items["base weights"]
+    assert items["frozen copy"] == items["base weights"]
     assert math.isclose(items["gradients and Adam"], 3 * items["base weights"])
+    mixed = dataclasses.replace(full, weight_bytes=4, compute_bytes=2)
+    held = training_items(mixed, StepShape(4, 32, 200, 1024), recompute=True)
+    assert held["frozen copy"] == held["weights as autocast multiplies them"] == held["base weights"] / 2
+    assert held["gradients and Adam"] == 3 * held["base weights"] == 2 * items["gradients and Adam"]
+    assert held["loss chunk"] == items["loss chunk"]
+    engine = engine_items(Engine("vllm", reserved_bytes=40 * GIB, merged=True), mixed, None, sleep=False)
+    assert engine["engine's own copy of the base weights"] == held["frozen copy"]
 
 
 def test_the_printed_estimate_names_every_item_and_the_remedy(student, caplog):
@@ -128,7 +135,7 @@ def test_the_printed_estimate_names_every_item_and_the_remedy(student, caplog):
 
 
 def test_arguments_reach_the_plan(student, tmp_path):
-    model_args = ModelConfig(dtype="bfloat16", lora_r=64, lora_target_modules=list(TARGETS))
+    model_args = ModelConfig(use_peft=True, dtype="bfloat16", lora_r=64, lora_target_modules=list(TARGETS))
     for asked in ("true", "false"):
         args = OPSDConfig(
             output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=["none"], vllm_sleep=asked,

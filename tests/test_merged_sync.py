@@ -12,7 +12,7 @@ from opsd.args import OPSDConfig
 from opsd.attention import NAME as VARLEN
 from opsd.batch import Layout
 from opsd.engines import check_engine
-from opsd.merged_sync import MergedWeights, push_merged
+from opsd.merged_sync import MergedWeights
 from opsd.model import base_hash
 from opsd.rollout import EngineDied, SamplingSettings, VLLMEngine
 from opsd.rollout_transformers import TransformersEngine
@@ -30,6 +30,13 @@ def adapter(folder, tmp_path_factory):
 
 def load(folder, adapter, dtype=torch.float32) -> PeftModel:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), str(adapter))
+
+
+def push_merged(model, engine, step: int) -> float:
+    """As the trainer does it; the relative error of the merge."""
+    weights = MergedWeights(model)
+    engine.load_weights(weights, step)
+    return weights.relative_error
 
 
 def own_copy(folder, tokenizer) -> TransformersEngine:

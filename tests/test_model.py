@@ -8,8 +8,8 @@ from random_qwen3 import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 from trl import ModelConfig
 
+from opsd.hidden_tap import HiddenTap
 from opsd.model import (
-    HiddenTap,
     base_hash,
     check_model_args,
     end_token_ids,

@@ -37,7 +37,7 @@ def test_a_model_that_cannot_be_packed_is_padded_or_refused():
 
 @pytest.mark.parametrize("vllm_sleep", ["auto", "false"])
 def test_without_a_gpu_no_engine_sleeps(config, vllm_sleep):
-    model_args = SimpleNamespace(dtype="float32", lora_r=4, lora_target_modules=["q_proj"])
+    model_args = SimpleNamespace(use_peft=True, dtype="float32", lora_r=4, lora_target_modules=["q_proj"])
     plan, free = plan_memory(arguments(vllm_sleep=vllm_sleep), model_args, config, prompt_tokens=8)
     assert (plan.sleep, free) == (False, None)
 

@@ -73,7 +73,7 @@ ALLOWED = {
     ],
 )
 def test_combinations_that_do_not_work_are_refused_with_the_one_that_does(mode, changed, said):
-    model_args = SimpleNamespace(dtype="bfloat16")
+    model_args = SimpleNamespace(use_peft=True, dtype="bfloat16")
     check_sharding(mode, SimpleNamespace(**ALLOWED), model_args)
     with pytest.raises(ValueError, match=said):
         check_sharding(mode, SimpleNamespace(**ALLOWED | changed), model_args)

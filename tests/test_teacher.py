@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from opsd.args import OPSDConfig
 from opsd.batch import build_inputs
-from opsd.model import HiddenTap, base_hash
+from opsd.hidden_tap import HiddenTap
+from opsd.model import base_hash
 from opsd.teacher import EMA_FILE, Teacher, completion_hidden
 from opsd.teacher_load import ADAPTER, check_teacher, lora_layers
 
@@ -133,7 +134,7 @@ def test_a_wider_model_teaches(folder, tokenizer, tmp_path):
     trainer = make_trainer(folder, tokenizer, tmp_path, max_steps=2, teacher_kind="model", teacher_model=str(wide))
     trainer.train()
     assert all(0 < loss < 20 for loss in losses(trainer))
-    weights = trainer.teacher.head.weight
+    weights = trainer.teacher.tap.weight
     assert weights.shape[1] == 96 and not weights.requires_grad
 
 

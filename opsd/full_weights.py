@@ -1,0 +1,105 @@
+"""Full fine-tuning (`use_peft=false`): every weight is trained, in float32, against a frozen copy of the model as it was.
+
+There is no adapter to serve, so the engine gets all weights in the dtype it samples in, and what that rounding loses of the update is
+reported (`rollout/sync_rel_err`; DESIGN.md section 3.1). Used by opsd/setup_run.py, opsd/trainer.py and opsd/checkpoint.py.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from opsd.adapter import CONFIG, check_adapter
+
+# argument -> (what full fine-tuning allows, what to do)
+ALLOWED = {
+    "rollout_sync": (("merged",), "there is no adapter to serve; set rollout_sync=merged"),
+    "teacher_kind": (("base", "live", "model"), "it is made of adapters; use base, live or model"),
+    "wavg_last": ((0,), "it averages adapters; use 0"),
+}  # fmt: skip
+
+
+def check_full(args, model_args, mode: str) -> None:
+    """Refuses what does not work without an adapter. `mode`: one of opsd/sharding.py's. Raises ValueError."""
+    if model_args.use_peft:
+        return
+    for name, (allowed, remedy) in ALLOWED.items():
+        if getattr(args, name) not in allowed:
+            raise ValueError(f"{name}={getattr(args, name)} is not possible with use_peft=false: {remedy}")
+    if model_args.dtype != "float32":
+        raise ValueError(
+            f"dtype={model_args.dtype} with use_peft=false must be float32: in less, most updates are rounded away; bf16=true still "
+            "multiplies in bfloat16"
+        )
+    if mode != "none":
+        raise ValueError(f"use_peft=false is not possible with {mode}: the engine needs whole weights; use ddp")
+
+
+def sampling_dtype(model: PreTrainedModel | PeftModel, bf16: bool) -> torch.dtype:
+    """What engine, teacher and output projection compute in: the model's dtype, or bfloat16 when all weights train under autocast."""
+    return torch.bfloat16 if bf16 and not isinstance(model, PeftModel) else model.dtype
+
+
+def frozen_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as it is now, in `dtype`, never to be trained."""
+    return copy.deepcopy(model).to(dtype).requires_grad_(False).eval()
+
+
+class FullWeights:
+    """Iterates over (name, weight in `dtype`) of the student; afterwards `relative_error` is known. Like `MergedWeights`."""
+
+    def __init__(self, model: PreTrainedModel, start: PreTrainedModel):
+        """`start`: the frozen copy, in the dtype of the engine."""
+        self._model, self._start = model, start
+        self._lost = self._update = self._applied = 0.0
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._lost = self._update = self._applied = 0.0
+        start = dict(self._start.named_parameters())
+        for name, weight in self._model.named_parameters():
+            rounded, before = weight.to(start[name].dtype), start[name].float()
+            update, applied = weight.float() - before, rounded.float() - before
+            self._lost += float((applied - update).double().square().sum())
+            self._update += float(update.double().square().sum())
+            self._applied += float(applied.double().square().sum())
+            yield name, rounded
+
+    @property
+    def relative_error(self) -> float:
+        """|rounded update - update| / |update| over all weights; 0 while the update is zero."""
+        return (self._lost / self._update) ** 0.5 if self._update else 0.0
+
+    @property
+    def digest(self) -> str:
+        """Changes when what the engine gets changes."""
+        return f"full-{self._applied!r}"
+
+
+def check_saved(folder: Path) -> None:
+    """Proves that `folder` holds a complete adapter, or a complete model. Raises FileNotFoundError or ValueError."""
+    if (folder / CONFIG).is_file():
+        check_adapter(folder)
+    else:
+        check_model(folder)
+
+
+def check_model(folder: Path) -> None:
+    """Proves that the model's safetensors files can be read and hold only finite numbers. Raises FileNotFoundError or ValueError."""
+    from safetensors import SafetensorError, safe_open
+
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"model={folder} has no model.safetensors; give a folder written by save_pretrained")
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as weights:
+                for name in weights.keys():
+                    tensor = weights.get_tensor(name)
+                    if tensor.numel() == 0 or not bool(tensor.isfinite().all()):
+                        raise ValueError(f"{path}: tensor {name} is empty or not finite; use an earlier checkpoint")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a complete safetensors file ({error}); save the model again") from None
