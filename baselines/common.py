@@ -91,7 +91,7 @@ def prepare(parsed: tuple, cache_dir: Path) -> Run:
             "eval_thinking=%s differs from student_thinking=%s: the adapter is scored in a mode that it was not trained in",
             regime.thinking, own.student_thinking,
         )  # fmt: skip
-    evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval")
+    evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval", args.bf16)
     return Run(data_args, args, handoff, model_args, own, evaluator)
 
 

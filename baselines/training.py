@@ -100,10 +100,10 @@ def evaluate(run: Run, adapter_dir: Path | None) -> None:
         return
     if adapter_dir is None:
         if run.data.evaluate_before:
-            run.evaluator.run("before", adapter=None)
+            run.evaluator.run("before")
         elif run.data.evaluate_after:
             run.evaluator.check()
     elif run.data.evaluate_after:
-        run.evaluator.run("after", adapter=adapter_dir)
+        run.evaluator.run("after", adapter_dir)
         if run.data.evaluate_before:
             run.evaluator.compare("before", "after")

@@ -6,6 +6,7 @@ weights as well (PyTorch). ZeRO-3 is not offered: the teacher is the student's o
 through partitioned modules breaks the trace by which DeepSpeed fetches them in the backward pass (huggingface/trl pull 6237).
 """
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -101,6 +102,13 @@ def check_sharding(mode: str, args, model_args) -> None:
             f"bf16={args.bf16} with dtype={model_args.dtype} is not possible with zero2: DeepSpeed casts the base weights to what it "
             "trains in; leave bf16 out, it follows dtype"
         )
+
+
+def reduce_in_float32(accelerator) -> None:
+    """Has FSDP2 add up gradients of processes in float32, as DDP does, and not in the dtype that it computes in."""
+    plugin = accelerator.state.fsdp_plugin
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

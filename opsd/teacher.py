@@ -107,6 +107,7 @@ class Teacher:
         self._updates = 0
         self._matrices: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._server: TeacherServer | None = None
+        self._sharded, self._trained = sharded, []
         if self._kind in ("ema", "adapter") and sharded:
             raise ValueError(
                 f"teacher_kind={self._kind} needs whole weights on every process; use DDP or ZeRO-2, or teacher_kind=base"
@@ -152,11 +153,20 @@ class Teacher:
         """The teacher's weights are in place inside the block, without gradients and without dropout."""
         if self._model is self._student and self._kind in ("base", "live"):
             with teacher_weights(self._student, self._kind):
+                self._keep_trainable()
                 yield
             return
         matrices = self._average_matrices() if self._kind == "ema" else self._matrices
         with frozen(self._model), exchanged(matrices):
             yield
+
+    def _keep_trainable(self) -> None:
+        """PEFT freezes an adapter that is switched off, and FSDP2 asks in its first forward pass, a teacher's, what will be trained."""
+        if not self._sharded:
+            return
+        self._trained = self._trained or [p for n, p in self._student.named_parameters() if ".lora_" in n]
+        for parameter in self._trained:
+            parameter.requires_grad_(True)
 
     def _average_matrices(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Every average as a pair (B, A) for its LoRA layer, with the identity on the smaller side."""

@@ -27,7 +27,7 @@ from opsd.objective import Objective, StepSize
 from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
-from opsd.sharding import adapter_parent, save_from_all
+from opsd.sharding import adapter_parent, reduce_in_float32, save_from_all
 from opsd.steps import RolloutSampler, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
 from opsd.teacher_scores import TopKScores
@@ -66,6 +66,8 @@ class OPSDTrainer(Trainer):
             data_collator=list,
             **kwargs,
         )
+        if self.is_fsdp_enabled:
+            reduce_in_float32(self.accelerator)
         self.model_accepts_loss_kwargs = True  # the loss is already one mean over the whole optimizer step
         self.engine = engine
         self.layout = layout

@@ -52,6 +52,8 @@ def let_fsdp_run_on_gloo() -> None:
         if options.get("fsdp_plugin") is not None:
             self.distributed_type = state.DistributedType.FSDP
             self.fsdp_plugin = options["fsdp_plugin"]
+            if self._mixed_precision != "no":
+                self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     state.AcceleratorState.__init__ = init
 

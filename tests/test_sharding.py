@@ -147,3 +147,17 @@ def test_two_sharded_processes_train_what_one_trains_and_resume(tmp_path, config
     tensors = load_file(resumed / "adapter" / "adapter_model.safetensors")
     for name, tensor in weights["sharded"].items():
         assert (tensor - tensors[name]).abs().max() < 1e-6, name
+
+
+def test_fsdp2_in_bfloat16_follows_one_process(tmp_path):
+    save_model(tmp_path / "model", max_position_embeddings=2048)
+    write_rows(tmp_path / "rows.jsonl")
+    mixed = ("--dtype=bfloat16", "--bf16=true", "--save_strategy=no")
+    one = train(tmp_path, "cpu", 1, tmp_path / "one", *mixed)
+    sharded = train(tmp_path, "fsdp2", 2, tmp_path / "sharded", *mixed)
+    assert len(one) == len(sharded) == 3
+    for name in ("loss/divergence", "optim/grad_norm"):  # the gradients of two processes are added in float32
+        assert sharded[0][name] == pytest.approx(one[0][name], rel=1e-4), name
+        for expected, found in zip(one[1:], sharded[1:], strict=True):  # adapters are gathered in bfloat16
+            assert found[name] == pytest.approx(expected[name], rel=1e-2), (found["step"], name)
+    assert check_adapter(tmp_path / "sharded" / "adapter")[1] > 0
