@@ -59,8 +59,8 @@ def shape_run_block(results: Path) -> str:
                 f"| {row['step']} | {row['time/rollout_s']:.2f} | {row['time/train_s']:.2f} | {row['time/sync_s']:.2f} | "
                 f"{row['time/step_s']:.2f} | {row['memory/peak_gib']:.1f} | {row['memory/engine_gib']:.1f} |"
             )
-    command = (folder / "command.txt").read_text(encoding="utf-8").strip()
-    return "\n".join(lines) + f"\n\n`{command}`, data in `results/seed_at_shape/`."
+    commands = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
+    return "\n".join(lines) + f"\n\n{', then '.join(f'`{c}`' for c in commands)}, data in `results/seed_at_shape/`."
 
 
 GROWTH_STUDENT_PROMPT, GROWTH_TEACHER_PROMPT = 200, 600  # tokens, as bench/step.py makes them
@@ -72,12 +72,12 @@ STEP_PARTS = {
 
 
 def step_block(results: Path) -> str:
-    record = read_json(results / "bench_step.json")
+    record, micro = (read_json(results / name) for name in ("bench_step.json", "bench_step_micro.json"))
     lines = [
         "| what | variant | completion | micro-batch | recomputation | s | floor s | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in record["rows"]:
+    for row in [row for row in record["rows"] if row["part"] != "micro"] + micro["rows"]:
         what = STEP_PARTS[row["part"]]
         floor = "" if "floor_s" not in row else f"{row['floor_s']:.2f}"
         lines.append(
@@ -87,7 +87,8 @@ def step_block(results: Path) -> str:
     return (
         "\n".join(lines)
         + f"\n\n{growth_sentence([row for row in record['rows'] if row['part'] == 'growth'])} "
-        + f"`python -m bench.step {' '.join(record['command'])}`, data in `results/bench_step.json`."
+        + ", ".join(f"`python -m bench.step {' '.join(r['command'])}`" for r in (record, micro))
+        + ", data in the files they name."
     )
 
 
@@ -125,6 +126,23 @@ def rollout_block(results: Path) -> str:
     )
 
 
+def speed_block(results: Path) -> str:
+    paths = sorted(results.glob("bench_evaluation_*.json"))
+    lines = [
+        "| variant | sequences | new tokens | s | KV-bandwidth floor s | x floor | load s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    records = [read_json(path) for path in paths]
+    for record in records:
+        for row in record["rows"]:
+            lines.append(
+                f"| {row['variant']} | {record['sequences']} | {record['new_tokens']:,} | {row['sampling_seconds']:.1f} | "
+                f"{row['floor_seconds']:.1f} | {row['over_floor']:.2f} | {row['load_seconds']:.0f} |"
+            )
+    commands = ", ".join(f"`python -m bench.evaluation {shlex.join(record['command'])}`" for record in records)
+    return "\n".join(lines) + f"\n\n{commands}, data in the files they name."
+
+
 EVALUATIONS = ("smollm2/before.json", "smollm2/after.json")
 
 
@@ -158,6 +176,7 @@ MAKERS = {
     "rollout": rollout_block,
     "shape_run": shape_run_block,
     "trust": trust_block,
+    "evaluation_speed": speed_block,
     "evaluations": evaluation_block,
 }
 

@@ -1,6 +1,6 @@
-"""Writes the memory table of docs/scaling.md from opsd/memory.py; no number in it is typed.
+"""Writes the tables of docs/scaling.md from opsd/memory.py and results/; no number in them is typed.
 
-python -m bench.scaling            rewrites the block between `<!-- layouts -->` and `<!-- end layouts -->`
+python -m bench.scaling            rewrites the blocks between `<!-- layouts -->`, `<!-- sharding -->` and their ends
 
 The shapes are those that the Qwen3 models' config.json files state. Estimates per GPU, in GiB, for the reference recipe on four GPUs: bf16,
 LoRA r 64 on every linear layer, 32 rollouts of 1,024 tokens a step, recomputation on.
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import Qwen3Config
 
-from bench.readme_tables import fill
+from bench.readme_tables import ROOT, fill
 from opsd.eval_estimate import GIB, kv_bytes_per_token
 from opsd.memory import CONTEXT, MARGIN, StepShape, Student, training_items
-from opsd.runinfo import exit_on_bad_input, write_text
+from opsd.runinfo import exit_on_bad_input, read_json, write_text
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 GPUS = 4
@@ -71,9 +71,20 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def measured() -> str:
+    """The training step under each mode on one GPU, from bench/sharding.py's files."""
+    lines = ["| mode | training s | adapter written s | peak GiB |", "|---|---|---|---|"]
+    records = [read_json(path) for path in sorted((ROOT / "results").glob("bench_sharding_*.json"))]
+    for row in (row for record in records for row in record["rows"]):
+        figures = (row["time/train_s"], row["time/adapter_save_s"], row["memory/peak_gib"])
+        lines.append("| {} | {:.2f} | {:.2f} | {:.1f} |".format(row["mode"], *figures))
+    commands = ", ".join(f"`python -m bench.sharding {' '.join(record['command'])}`" for record in records)
+    return "\n".join(lines) + f"\n\n{commands}, data in the files they name."
+
+
 def main(argv: list[str]) -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False).parse_args(argv)
-    write_text(DOCUMENT, fill(DOCUMENT.read_text(encoding="utf-8"), {"layouts": table()}))
+    write_text(DOCUMENT, fill(DOCUMENT.read_text(encoding="utf-8"), {"layouts": table(), "sharding": measured()}))
 
 
 if __name__ == "__main__":

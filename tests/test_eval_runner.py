@@ -178,6 +178,21 @@ def test_a_torn_last_line_is_sampled_again(tmp_path):
     assert without_engine(by_key(tmp_path)) == without_engine(whole)
 
 
+def test_samples_leave_the_process_at_once_and_reach_the_disk_every_second(tmp_path, monkeypatch):
+    synced, clock = [], [100.0]
+    monkeypatch.setattr("opsd.eval_store.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("opsd.runinfo.os.fsync", synced.append)
+    with SampleStore(tmp_path) as store:
+        store.open({}, resume=True)
+        synced.clear()
+        for index in range(6):
+            store.add({"problem_id": "p", "sample_index": index})
+            assert len(read_jsonl(tmp_path / "samples.jsonl")) == index + 1  # what a kill of this process leaves
+            clock[0] += 0.4
+        assert len(synced) == 2
+    assert len(synced) == 3  # the end of the evaluation waits for the disk
+
+
 def test_a_folder_is_written_by_one_process(tmp_path):
     with SampleStore(tmp_path), pytest.raises(ValueError, match="is being written by another process"):
         SampleStore(tmp_path).__enter__()
