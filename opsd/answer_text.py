@@ -25,6 +25,7 @@ _SIZE = r"\\(?:displaystyle|textstyle|scriptstyle|tiny|small|normalsize|large|La
 WRAPPER = r"\\(?:text|textbf|textit|textrm|texttt|textsf|textnormal|emph|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox|boxed|fbox|bm"
 WRAPPER += r"|boldsymbol|underline|ensuremath|operatorname|pmb)\s*"
 _DIGIT_GROUP = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|\{\\,\}|\\thinspace)(?=[0-9]{3}(?![0-9]))")
+_REPEATING = re.compile(r"(?<![0-9.])([0-9]{0,9})\.([0-9]{0,9})\\(?:overline|bar)\s*\{?([0-9]{1,9})(?![0-9])\}?")
 _INTEGER = re.compile(r"([+-]?)\s*([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.(0*))?")
 _NUMBER_WITH_UNIT = re.compile(r"([+-]?\s*[0-9][0-9,]*(?:\.[0-9]+)?)\s*(\S.*)", re.DOTALL)
 _TEXT_UNIT = re.compile(
@@ -44,6 +45,7 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\\!|\\hspace\*?\{[^{}]*\}|\\phantom\{[^{}]*\}", "", re.sub(r"\s+", " ", text))
     text = re.sub(r"\\(?:left|right)\s*\.", "", text.replace(r"\bmod", r"\mod"))
     text = re.sub(r"\{\s*\^\s*\\circ\s*\}", r"^\\circ", text)
+    text = _REPEATING.sub(_fraction, text.replace(r"\varnothing", r"\emptyset"))
     text = _DIGIT_GROUP.sub("", text.replace("{,}", ",") if "{,}" in text else text)
     text = re.sub(r"(?<!\\)\\(?:[\[\]()$,;: ]|(?:qquad|quad|thinspace)(?![a-zA-Z]))|[$~]", " ", text)
     text = re.sub(WRAPPER + r"\{\s*\}", "", text)
@@ -65,6 +67,13 @@ def normalise(answer: str) -> str:
     if re.fullmatch(r"[+-]?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]+", text):
         text = re.sub(r"[eE]\+?(-?[0-9]+)", r" \\times 10^{\1}", text)
     return text
+
+
+def _fraction(repeating: re.Match) -> str:
+    r"""The exact value of a repeating decimal: 0.1\overline{6} is (16 - 1) / 90."""
+    whole, fixed, period = repeating.groups()
+    numerator = int(whole + fixed + period) - int(whole + fixed or "0")
+    return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}}"
 
 
 def _closing(text: str, opening: int) -> int:

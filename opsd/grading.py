@@ -25,7 +25,7 @@ BOX_POLICIES = {
 }
 DEFAULT_BOX_POLICY = "outside_unfinished_think"
 MAX_ANSWER_CHARS = 2000  # a longer boxed answer is compared as a string only
-RULES_VERSION = 1  # raise when a rule changes: results with different rules are not comparable
+RULES_VERSION = 2  # raise when a rule changes: results with different rules are not comparable
 
 _THINK_TAG = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _BOX_TOKEN = re.compile(r"(\\{1,4}(?:boxed|fbox)(?![a-zA-Z])\s*)(\{)?|\\[\\{}]|[{}]")

@@ -119,6 +119,10 @@ WRONG_INTEGERS = [
     ("2.5 \\times 10^{2}", "25"),
 ]
 RIGHT_EXPRESSIONS = [
+    (r"0.\overline{3}", r"\frac{1}{3}"),
+    (r"\frac16", r"0.1\overline{6}"),
+    (r"-1.\bar{27}", r"-\frac{14}{11}"),
+    (r"\varnothing", r"\emptyset"),
     ("\\frac43", "\\frac{4}{3}"),
     ("4/3", "\\frac{4}{3}"),
     ("1.3333333", "\\frac43"),
@@ -159,6 +163,8 @@ RIGHT_EXPRESSIONS = [
     ("1+\\sqrt{19}, 1-\\sqrt{19}", "1 \\pm \\sqrt{19}"),
 ]
 WRONG_EXPRESSIONS = [
+    (r"0.\overline{36}", r"0.\overline{63}"),
+    ("0.3", r"0.\overline{3}"),
     ("1.33", "\\frac43"),
     ("(\\pi/2,3)", "(3, \\frac{\\pi}{2})"),
     ("(1,2)", "(2,1)"),
