@@ -5,7 +5,6 @@ Used by the trainer before anything loads, by every engine before it serves a fo
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from opsd.runinfo import sha256_file
@@ -55,9 +54,15 @@ def refuse_unservable(config: dict, name: str) -> None:
 
 
 def check_adapter(adapter_dir: Path) -> tuple[str, float]:
+    """`adapter_norm`, and the sha256 of the weights file before it."""
+    norm = adapter_norm(adapter_dir)
+    return sha256_file(Path(adapter_dir) / WEIGHTS), norm
+
+
+def adapter_norm(adapter_dir: Path) -> float:
     """Proves that the folder holds a complete adapter: every A has its B, no tensor is empty or non-finite.
 
-    Returns (sha256 of the weights file, Frobenius norm over all B matrices: 0.0 before the first optimizer step).
+    Returns the Frobenius norm over all B matrices: 0.0 before the first optimizer step.
     """
     from safetensors import SafetensorError, safe_open
     from torch import float64
@@ -67,8 +72,7 @@ def check_adapter(adapter_dir: Path) -> tuple[str, float]:
     path = Path(adapter_dir) / WEIGHTS
     names, squares = set(), 0.0
     try:
-        with ThreadPoolExecutor(1) as pool, safe_open(path, framework="pt") as weights:
-            digest = pool.submit(sha256_file, path)  # both let go of the interpreter, and both wait for memory
+        with safe_open(path, framework="pt") as weights:
             for name in weights.keys():
                 tensor = weights.get_tensor(name)
                 if tensor.numel() == 0:
@@ -90,7 +94,7 @@ def check_adapter(adapter_dir: Path) -> tuple[str, float]:
         raise ValueError(
             f"{path} holds {len(names)} tensors that are not pairs of lora_A and lora_B; save the adapter again"
         )
-    return digest.result(), math.sqrt(squares)
+    return math.sqrt(squares)
 
 
 def check_adapter_fits(adapter_dir: Path, model_path: str, hidden_shapes: dict[str, tuple[int, int]]) -> None:

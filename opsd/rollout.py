@@ -9,11 +9,13 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd.adapter import check_adapter
+from opsd.adapter import WEIGHTS, adapter_norm
 from opsd.canary import Canary
+from opsd.runinfo import sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +143,17 @@ class VLLMEngine:
         else:
             if not self._lora_enabled:
                 raise RuntimeError(f"adapter_dir={adapter_dir} cannot be served: the engine was built without LoRA")
-            digest, norm = check_adapter(adapter_dir)
-            if self._lora_request is not None:
-                self._llm.llm_engine.remove_lora(self._lora_request.lora_int_id)
-            number = next(self._request_numbers) + 1
-            self._lora_request = LoRARequest(f"step-{step}-{number}", number, str(adapter_dir))
-            self._llm.llm_engine.add_lora(self._lora_request)
+            with ThreadPoolExecutor(1) as pool:
+                hashing = pool.submit(
+                    sha256_file, adapter_dir / WEIGHTS
+                )  # beside the check and the load, which read the same file
+                norm = adapter_norm(adapter_dir)
+                if self._lora_request is not None:
+                    self._llm.llm_engine.remove_lora(self._lora_request.lora_int_id)
+                number = next(self._request_numbers) + 1
+                self._lora_request = LoRARequest(f"step-{step}-{number}", number, str(adapter_dir))
+                self._llm.llm_engine.add_lora(self._lora_request)
+                digest = hashing.result()
             self.served = f"adapter of step {step}"
         self._llm.reset_prefix_cache()
         self._prove(digest)
