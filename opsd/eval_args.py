@@ -65,11 +65,13 @@ class EvalArgs:
     report: bool = _option(True, "Write report.html and its figures beside result.json.")
     dry_run: bool = _option(False, "Check the input, print an estimate of time and memory, and stop.")
     regrade: str | None = _option(None, "A samples.jsonl to grade again without generating; unset = generate.")
-    compare: list[str] = _option([], "Two sides of result.json files, separated by --: A... -- B...; empty = off.")
+    compare: list[str] = _option(
+        [], "Two sides of result.json files or their folders, separated by --: A... -- B...; empty = off."
+    )
     allow_different_regime: bool = _option(
         False, "Let --compare go on, with a warning, when the two sides were sampled differently."
     )
-    table: list[str] = _option([], "result.json files to print as one table; empty = off.")
+    table: list[str] = _option([], "result.json files, or their folders, to print as one table; empty = off.")
     export: str | None = _option(None, "Write a finished output_dir's result in another tool's form.", EXPORTS)
 
     def __post_init__(self):

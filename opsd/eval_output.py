@@ -30,6 +30,12 @@ def read_results(paths: list[Path]) -> tuple[list[dict], list[list[dict]]]:
     return results, samples
 
 
+def result_file(text: str) -> Path:
+    """The result that a path on the command line means: a result.json, or the folder of an evaluation."""
+    path = Path(text)
+    return path / RESULT if path.is_dir() else path
+
+
 def problem_texts(paths: list[Path]) -> dict[str, str]:
     """Statements by problem id, from the first manifest that lies beside one of the results."""
     for path in paths:
@@ -58,7 +64,7 @@ def compare_sides(sides: tuple[list[str], list[str]], *, allow_different_regime:
     given = [text for side in sides for text in side]
     if any(is_published(text) for text in given):
         return _compare_published(sides, output_dir)
-    paths = [[Path(path) for path in side] for side in sides]
+    paths = [[result_file(text) for text in side] for side in sides]
     (results_a, samples_a), (results_b, samples_b) = map(read_results, paths)
     comparison: Comparison = compare(
         results_a,
@@ -94,7 +100,7 @@ def _compare_published(sides: tuple[list[str], list[str]], output_dir: Path | No
 
 def table(paths: list[str]) -> str:
     """One Markdown table per benchmark and regime."""
-    return results_table(read_results([Path(path) for path in paths])[0])
+    return results_table(read_results([result_file(path) for path in paths])[0])
 
 
 def export(folder: Path, form: str) -> Path:

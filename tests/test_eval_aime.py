@@ -83,7 +83,14 @@ def read_outs(folder: Path, capsys) -> None:
     assert "istinguishable" in capsys.readouterr().out.splitlines()[-1]
     assert json.loads((folder / "compared" / "comparison.json").read_text())["problems"] == 3
     eval_aime.main(["--table", one, two])
-    assert capsys.readouterr().out.count("| model+run/checkpoint-") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("| model+run/checkpoint-") == 2
+    eval_aime.main(
+        ["--table", str(folder / "checkpoint-2"), str(folder / "checkpoint-10")]
+    )  # folders mean their results
+    assert capsys.readouterr().out == printed
+    eval_aime.main(["--compare", str(folder / "checkpoint-2"), "--", two])
+    assert "istinguishable" in capsys.readouterr().out.splitlines()[-1]
     for form in ("lm-eval", "lighteval"):
         eval_aime.main(["--output_dir", str(folder / "checkpoint-2"), "--export", form])
         path = Path(capsys.readouterr().out.strip())
@@ -92,6 +99,7 @@ def read_outs(folder: Path, capsys) -> None:
     assert "avg@4" in capsys.readouterr().out
     refused(["--table", one, str(folder / "checkpoint-2" / "manifest.json")], "has schema='opsd-eval-manifest/1'")
     refused(["--table", str(folder / "nowhere.json")], "nowhere.json does not exist")
+    refused(["--table", str(folder)], "result.json does not exist")
 
 
 def refused(argv: list[str], *words: str) -> None:
