@@ -29,15 +29,19 @@ def write_rows(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_recipe(folder: Path, max_steps: int) -> Path:
+def write_recipe(folder: Path, max_steps: int, **options: str) -> Path:
     """A recipe on a tiny random model, with its rows, in `folder`."""
     save_model(folder / "model", max_position_embeddings=2048)
     write_rows(folder / "rows.jsonl")
-    values = RECIPE | {
-        "max_steps": max_steps,
-        "model_name_or_path": folder / "model",
-        "train_file": folder / "rows.jsonl",
-    }
+    values = (
+        RECIPE
+        | options
+        | {
+            "max_steps": max_steps,
+            "model_name_or_path": folder / "model",
+            "train_file": folder / "rows.jsonl",
+        }
+    )
     recipe = folder / "run.env"
     recipe.write_text("".join(f"export OPSD_{name.upper()}={value}\n" for name, value in values.items()))
     return recipe
@@ -61,22 +65,27 @@ def steps(output_dir: Path) -> list[dict]:
     return [record for record in records if "loss/divergence" in record]
 
 
-def check_same(folder: Path, max_steps: int, processes: tuple[str, ...]) -> None:
-    recipe = write_recipe(folder, max_steps)
+def check_same(folder: Path, max_steps: int, processes: tuple[str, ...], **options: str) -> None:
+    recipe = write_recipe(folder, max_steps, **options)
+    weights = "model/model.safetensors" if options else "adapter/adapter_model.safetensors"
     for count in processes:
         run = launch(recipe, folder / count, OPSD_NUM_PROCESSES=count, MASTER_PORT=str(free_port()))
         assert run.wait() == 0, (folder / f"{count}.stderr").read_text()[-3000:]
     first, *others = processes
-    expected = load_file(folder / first / "adapter" / "adapter_model.safetensors")
+    expected = load_file(folder / first / weights)
     assert len(steps(folder / first)) == max_steps
-    assert max(tensor.abs().max() for name, tensor in expected.items() if "lora_B" in name) > 1e-3
+    start = load_file(folder / "model" / "model.safetensors") if options else {}
+    moved = [
+        tensor - start[name] if options else tensor for name, tensor in expected.items() if options or "lora_B" in name
+    ]
+    assert max(tensor.abs().max() for tensor in moved) > 1e-3
     for count in others:
         for one, other in zip(steps(folder / first), steps(folder / count), strict=True):
             for name in ("loss/divergence", "optim/grad_norm", "optim/learning_rate", "rollout/mean_length"):
                 assert other[name] == pytest.approx(one[name], rel=1e-5), (
                     f"{count} processes, step {one['step']}: {name}"
                 )
-        found = load_file(folder / count / "adapter" / "adapter_model.safetensors")
+        found = load_file(folder / count / weights)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert (found[name] - tensor).abs().max() <= 1e-5, f"{count} processes: {name}"
@@ -84,6 +93,10 @@ def check_same(folder: Path, max_steps: int, processes: tuple[str, ...]) -> None
 
 def test_two_processes_train_what_one_trains(tmp_path):
     check_same(tmp_path, 2, ("1", "2"))
+
+
+def test_two_processes_train_every_weight_as_one_does(tmp_path):
+    check_same(tmp_path, 2, ("1", "2"), use_peft="false", rollout_sync="merged", dtype="float32")
 
 
 @pytest.mark.slow
