@@ -86,6 +86,8 @@ def prepare(parsed: tuple, cache_dir: Path) -> Run:
     with args.main_process_first(desc="building the world"):
         resolve_world(data_args, handoff, model_args, cache_dir)
     check_model_args(model_args)
+    if not model_args.use_peft:
+        raise ValueError("use_peft=false must be true: the baselines train and save an adapter")
     if data_args.evaluate_after and regime.thinking != own.student_thinking:
         logger.warning(
             "eval_thinking=%s differs from student_thinking=%s: the adapter is scored in a mode that it was not trained in",

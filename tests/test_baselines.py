@@ -120,6 +120,11 @@ def test_budgets_above_the_caps_are_refused(parsed, flags, tmp_path):
     assert sequences_per_step(parsed(flags, tmp_path, "--gradient_accumulation_steps=2")[1]) == 8
 
 
+def test_full_fine_tuning_of_a_baseline_is_refused(flags, tmp_path):
+    with pytest.raises(ValueError, match="use_peft=false must be true: the baselines train and save an adapter"):
+        prepare(sft(flags, tmp_path, "--use_peft=false"), tmp_path / "cache")
+
+
 def test_settings_that_break_the_counting_are_refused(flags, tmp_path):
     for more in (["--num_iterations=2"], ["--steps_per_generation=2"], ["--generation_batch_size=8"]):
         with pytest.raises(ValueError, match="a step must sample the 4 sequences"):
