@@ -2,10 +2,10 @@ r"""Time of `eval_aime.py` over the KV-bandwidth floor at the Qwen3-1.7B shape: 
 
     python -m bench.shape --output_dir /tmp/shape
     python -m bench.evaluation --shape /tmp/shape --new_tokens 4096 --output results/bench_evaluation_4096.json
-    python -m bench.evaluation --shape /tmp/shape --new_tokens 16384 --problems 4 --output results/bench_evaluation_16384.json \
+    python -m bench.evaluation --shape /tmp/shape --new_tokens 16384 --problems 5 --output results/bench_evaluation_16384.json \
         --variants "CUDA graphs" "CUDA graphs, fp8 KV cache"
 
-At 16,384 tokens 48 sequences are what one GPU holds at once; more would wait for them. Floor: every token reads the KV cache of its
+At 16,384 tokens 60 sequences are what one GPU holds at once; more would wait for them. Floor: every token reads the KV cache of its
 sequence and every decoding step the weights, at the measured copy bandwidth. Every variant is a complete call of `eval_aime.py`, with its
 results written as they finish; loading is not counted.
 """
