@@ -5,6 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from opsd.attention import NAME as VARLEN
+from opsd.attention import flash_attention_3, varlen_attention
 from opsd.batch import Layout, build_inputs, split_micro_batches
 from opsd.hidden_tap import HiddenTap
 from opsd.rollout import Rollout
@@ -103,3 +104,28 @@ def test_micro_batches_are_balanced_and_complete():
 def test_micro_batches_refuse_a_remainder():
     with pytest.raises(ValueError, match="3 rollouts do not divide into 2"):
         split_micro_batches([{"teacher_prompt_ids": [1]}] * 3, [rollout(1)] * 3, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_there_is_no_flash_attention_3():
+    assert flash_attention_3() is None
+
+
+@pytest.mark.gpu
+def test_attention_without_gradients_is_attention_with_them():
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [700, 33, 1, 290]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for heads in (16, 8, 8)
+    )
+
+    def attend():
+        return varlen_attention(
+            None, query, key, value, None, scaling=128**-0.5, cu_seq_lens_q=bounds, max_length_q=max(lengths)
+        )[0]
+
+    with torch.no_grad():
+        teacher = attend()
+    torch.testing.assert_close(teacher, attend(), atol=1e-2, rtol=1e-2)
