@@ -58,6 +58,7 @@ def build_engine(
             max_num_seqs=args.rollouts_per_step // args.world_size,
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_lora_rank=None if merged else model_args.lora_r,
+            lora_targets=None if merged else plain_names(model_args.lora_target_modules),
             enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
             sleep=sleep,
             load_format=args.vllm_load_format,
@@ -70,6 +71,12 @@ def build_engine(
     if merged:
         return TransformersEngine.from_pretrained(name, dtype=dtype, device=str(args.device), **batch)
     return TransformersEngine(model, **batch, live=True)
+
+
+def plain_names(targets: str | list[str]) -> list[str] | None:
+    """The targeted layers' own names, such as q_proj; None for patterns and paths, which vLLM reads differently from PEFT."""
+    names = [targets] if isinstance(targets, str) else sorted(targets)
+    return names if all(name.isidentifier() for name in names) else None
 
 
 def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> tuple[Plan, int | None]:

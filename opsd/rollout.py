@@ -73,6 +73,7 @@ class VLLMEngine:
         max_num_seqs: int,
         gpu_memory_utilization: float,
         max_lora_rank: int | None,
+        lora_targets: list[str] | None = None,
         enforce_eager: bool = False,
         sleep: bool = False,
         load_format: str = "auto",
@@ -82,7 +83,9 @@ class VLLMEngine:
         tuning: dict | None = None,
         seed: int = 0,
     ):
-        """`tuning`: further arguments of vLLM's `LLM` that change its speed, not what it computes."""
+        """`lora_targets`: names of the layers that adapters will change (None = any that vLLM can adapt, the output projection included,
+        whose product with nothing is paid for at every token). `tuning`: further arguments of vLLM's `LLM` that change its speed, not what
+        it computes."""
         import torch.distributed as dist
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -97,6 +100,7 @@ class VLLMEngine:
                 "max_loras": 1,
                 "max_cpu_loras": 1,
                 "max_lora_rank": vllm_lora_rank(max_lora_rank),
+                "lora_target_modules": lora_targets,
             }
         if dist.is_initialized() and dist.get_world_size() > 1:  # one engine per process, on that process's own GPU
             options["distributed_executor_backend"] = "external_launcher"

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from random_qwen3 import save_adapter
+from random_qwen3 import TARGETS, save_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opsd.canary import Canary
+from opsd.engines import plain_names
 from opsd.rollout import Rollout, SamplingSettings, VLLMEngine, in_order, vllm_lora_rank
 from opsd.rollout_transformers import keep_top
 
@@ -38,7 +39,7 @@ def adapters(folder, tmp_path_factory):
 def loaded(folder, eos_id):
     engine = VLLMEngine(
         str(folder), canary_ids=CANARY, eos_ids={eos_id}, max_model_len=64, dtype="float32", max_num_seqs=8,
-        gpu_memory_utilization=0.1, max_lora_rank=4, enforce_eager=True,
+        gpu_memory_utilization=0.1, max_lora_rank=4, lora_targets=TARGETS, enforce_eager=True,
     )  # fmt: skip
     yield engine
     engine.close()
@@ -80,6 +81,25 @@ def test_log_probabilities_are_those_of_transformers(engine, adapters, reference
             torch.testing.assert_close(
                 torch.tensor(rollout.per_token_logps), reference(rollout, adapter), atol=2e-5, rtol=0
             )
+
+
+def test_only_the_targeted_layers_pay_for_an_adapter(engine):
+    kinds = {kind for kinds in engine._llm.apply_model(kinds_of_modules) for kind in kinds}
+    adapted = {kind for kind in kinds if kind.endswith("WithLoRA")}
+    assert adapted == {
+        "MergedQKVParallelLinearWithLoRA",
+        "MergedColumnParallelLinearWithLoRA",
+        "RowParallelLinearWithLoRA",
+    }
+
+
+def kinds_of_modules(model) -> list[str]:
+    return [type(module).__name__ for module in model.modules()]
+
+
+def test_targets_that_are_not_plain_names_are_left_to_vllm():
+    assert plain_names(["q_proj", "o_proj"]) == ["o_proj", "q_proj"] and plain_names("q_proj") == ["q_proj"]
+    assert plain_names("all-linear") is None and plain_names(["q_proj", "layers.0.mlp.up_proj"]) is None
 
 
 def test_log_probabilities_tell_adapters_apart(engine, adapters, reference):
