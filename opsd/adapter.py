@@ -53,6 +53,12 @@ def refuse_unservable(config: dict, name: str) -> None:
             raise ValueError(f"{name}: {field}={config.get(field)!r}: vLLM does not serve {what}; train without it")
 
 
+def plain_names(targets: str | list[str]) -> list[str] | None:
+    """The targeted layers' own names, such as q_proj; None for patterns and paths, which vLLM reads differently from PEFT."""
+    names = [targets] if isinstance(targets, str) else sorted(targets)
+    return names if all(name.isidentifier() for name in names) else None
+
+
 def check_adapter(adapter_dir: Path) -> tuple[str, float]:
     """`adapter_norm`, and the sha256 of the weights file before it."""
     norm = adapter_norm(adapter_dir)

@@ -2,6 +2,7 @@
 
 import torch
 
+from opsd.adapter import plain_names
 from opsd.args import OPSDConfig
 from opsd.eval_estimate import linear_shapes
 from opsd.full_weights import sampling_dtype
@@ -71,12 +72,6 @@ def build_engine(
     if merged:
         return TransformersEngine.from_pretrained(name, dtype=dtype, device=str(args.device), **batch)
     return TransformersEngine(model, **batch, live=True)
-
-
-def plain_names(targets: str | list[str]) -> list[str] | None:
-    """The targeted layers' own names, such as q_proj; None for patterns and paths, which vLLM reads differently from PEFT."""
-    names = [targets] if isinstance(targets, str) else sorted(targets)
-    return names if all(name.isidentifier() for name in names) else None
 
 
 def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> tuple[Plan, int | None]:

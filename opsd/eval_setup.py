@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from opsd.adapter import CONFIG, check_adapter, check_adapter_fits, read_adapter_config
+from opsd.adapter import CONFIG, check_adapter, check_adapter_fits, plain_names, read_adapter_config
 from opsd.args import EvalRegime
 from opsd.benchmarks import Benchmark, load_benchmark
 from opsd.eval_args import EvalArgs, expand_adapters, regime_hash
@@ -73,7 +73,7 @@ def make_plan(args: EvalArgs, regime: EvalRegime) -> Plan:
     """Checks everything that can be checked without loading weights. Raises ValueError or FileNotFoundError with one line."""
     config = load_config(args.model)
     adapters = expand_adapters(args.adapter)
-    ranks = [_check_adapter_config(folder, args.model) for folder in adapters]
+    configs = [_check_adapter_config(folder, args.model) for folder in adapters]
     benchmark = load_benchmark(
         args.benchmark, allow_changed=args.allow_changed_benchmark, max_problems=args.max_problems
     )
@@ -98,7 +98,8 @@ def make_plan(args: EvalArgs, regime: EvalRegime) -> Plan:
         canary_ids=tuple(prompt_ids[0][:CANARY_TOKENS]),
         eos_ids=tuple(sorted(end_token_ids(args.model, tokenizer))),
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        max_lora_rank=max(ranks) if ranks else None,
+        max_lora_rank=max((config["r"] for config in configs), default=None),
+        lora_targets=lora_targets(configs),
         gpu_memory_utilization=args.gpu_memory_utilization,
         enforce_eager=args.enforce_eager or not hardware()["gpus"],
         load_format=args.load_format,
@@ -170,8 +171,14 @@ def _targets(
     return targets
 
 
-def _check_adapter_config(folder: Path, model: str) -> int:
-    """The adapter's rank. A different base model by name is a warning, since folders move; different shapes are an error later."""
+def lora_targets(configs: list[dict]) -> tuple[str, ...] | None:
+    """Names of all layers that some adapter changes; None where an adapter names them by a pattern, or there is none."""
+    names = [plain_names(config.get("target_modules") or "") for config in configs]
+    return tuple(sorted(set().union(*names))) if names and all(names) else None
+
+
+def _check_adapter_config(folder: Path, model: str) -> dict:
+    """The adapter's configuration. A different base model by name is a warning, since folders move; different shapes are an error later."""
     config = read_adapter_config(folder)
     base = config.get("base_model_name_or_path")
     if base and Path(base).name != Path(model).name:
@@ -179,7 +186,7 @@ def _check_adapter_config(folder: Path, model: str) -> int:
             "adapter=%s says base_model_name_or_path=%s, evaluated on model=%s", folder / CONFIG, base, model
         )
     vllm_lora_rank(config["r"])
-    return config["r"]
+    return config
 
 
 def _render(tokenizer, benchmark: Benchmark, regime: EvalRegime) -> tuple[list[list[int]], str]:

@@ -38,6 +38,7 @@ class EngineSettings:
     eos_ids: tuple[int, ...]
     pad_id: int
     max_lora_rank: int | None
+    lora_targets: tuple[str, ...] | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     load_format: str = "auto"
@@ -88,6 +89,7 @@ def build_engine(settings: EngineSettings):
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_lora_rank=settings.max_lora_rank,
+        lora_targets=settings.lora_targets and list(settings.lora_targets),
         enforce_eager=settings.enforce_eager,
         load_format=settings.load_format,
         kv_cache_dtype=settings.kv_cache_dtype,

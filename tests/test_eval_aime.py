@@ -15,6 +15,7 @@ from random_qwen3 import save_adapter, save_model, save_tokenizer
 
 import eval_aime
 from opsd.eval_args import expand_adapters, parse_eval_args, regime_hash
+from opsd.eval_setup import lora_targets
 from opsd.runinfo import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,14 @@ def test_base_model(world, tmp_path, capsys):
     assert {p.name for p in (tmp_path / "out").iterdir()} == files
     (run,) = read_jsonl(tmp_path / "out" / "runs.jsonl")
     assert run["samples"] == 12 and run["tokens"] == sum(s["token_count"] for s in samples) and run["engines"] == 1
+
+
+def test_an_engine_adapts_the_layers_that_some_adapter_changes():
+    adapters = [{"target_modules": ["q_proj", "o_proj"]}, {"target_modules": ["q_proj", "up_proj"]}]
+    assert lora_targets(adapters) == ("o_proj", "q_proj", "up_proj")
+    for unknown in ({"target_modules": ".*_proj"}, {"target_modules": None}, {}):
+        assert lora_targets([*adapters, unknown]) is None
+    assert lora_targets([]) is None
 
 
 def test_checkpoints_in_one_call(world, tmp_path, capsys):

@@ -12,8 +12,8 @@ from peft import PeftModel
 from random_qwen3 import TARGETS, save_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from opsd.adapter import plain_names
 from opsd.canary import Canary
-from opsd.engines import plain_names
 from opsd.rollout import Rollout, SamplingSettings, VLLMEngine, in_order, vllm_lora_rank
 from opsd.rollout_transformers import keep_top
 
