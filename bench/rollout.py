@@ -18,6 +18,7 @@ from pathlib import Path
 from opsd.runinfo import exit_on_bad_input, git_state, hardware, library_environment, package_versions, write_json
 
 logger = logging.getLogger(__name__)
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 WEIGHT_BYTES = 3.44e9  # bf16 weights of the shape that a decode step reads
 COPY_BYTES_PER_S = 4.18e12  # measured copy bandwidth of one H200
@@ -46,11 +47,10 @@ def write_adapter(folder: Path, model_path: Path, scale: float) -> Path:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     with torch.device("cuda"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=torch.bfloat16)
         torch.manual_seed(0)
-        model = get_peft_model(base, LoraConfig(r=64, lora_alpha=128, target_modules=modules))
+        model = get_peft_model(base, LoraConfig(r=64, lora_alpha=128, target_modules=MODULES))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -77,6 +77,7 @@ def measure(shape: Path, engine_name: str, sequences: int, new_tokens: int, logp
         max_num_seqs=sequences,
         gpu_memory_utilization=0.3,
         max_lora_rank=64,
+        lora_targets=MODULES,
         with_logps=logps,
         tuning=TUNING,
         **ENGINES[engine_name]["options"],
