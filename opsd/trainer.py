@@ -58,9 +58,10 @@ class OPSDTrainer(Trainer):
         dtype = sampling_dtype(model, args.bf16)
         self._frozen = None if adapted else frozen_copy(model, dtype)
         self._tap = HiddenTap(model.get_base_model(), None) if adapted else HiddenTap(model, dtype)
-        if args.ddp_find_unused_parameters is None:
-            # every trained weight gets a gradient, the output projection's from the loss, outside of the model's forward
-            args.ddp_find_unused_parameters = False
+        if not adapted and args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = (
+                False  # DDP would miss the output projection's gradient, which comes from the loss
+            )
         super().__init__(
             model=model,
             args=args,
