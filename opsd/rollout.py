@@ -149,7 +149,7 @@ class VLLMEngine:
                 raise RuntimeError(f"adapter_dir={adapter_dir} cannot be served: the engine was built without LoRA")
             with ThreadPoolExecutor(1) as pool:
                 hashing = pool.submit(
-                    sha256_file, adapter_dir / WEIGHTS
+                    sha256_file, Path(adapter_dir) / WEIGHTS
                 )  # beside the check and the load, which read the same file
                 norm = adapter_norm(adapter_dir)
                 if self._lora_request is not None:
