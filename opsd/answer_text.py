@@ -25,7 +25,7 @@ _SIZE = r"\\(?:displaystyle|textstyle|scriptstyle|tiny|small|normalsize|large|La
 WRAPPER = r"\\(?:text|textbf|textit|textrm|texttt|textsf|textnormal|emph|mathrm|mathbf|mathit|mathsf|mathtt|mbox|hbox|boxed|fbox|bm"
 WRAPPER += r"|boldsymbol|underline|ensuremath|operatorname|pmb)\s*"
 _DIGIT_GROUP = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|\{\\,\}|\\thinspace)(?=[0-9]{3}(?![0-9]))")
-_REPEATING = re.compile(r"(?<![0-9.])([0-9]{0,9})\.([0-9]{0,9})\\(?:overline|bar)\s*\{?([0-9]{1,9})(?![0-9])\}?")
+_REPEATING = re.compile(r"(?<![0-9.,}])([0-9]{0,9})\.([0-9]{0,9})\\(?:overline|bar)\s*\{?([0-9]{1,9})(?![0-9])\}?")
 _INTEGER = re.compile(r"([+-]?)\s*([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.(0*))?")
 _NUMBER_WITH_UNIT = re.compile(r"([+-]?\s*[0-9][0-9,]*(?:\.[0-9]+)?)\s*(\S.*)", re.DOTALL)
 _TEXT_UNIT = re.compile(
