@@ -6,7 +6,7 @@ Rows:           rows.py filters.py row_filter.py answer_shape.py answer_text.py 
 Rollouts:       rollout.py canary.py rollout_transformers.py rollout_server.py vllm_client.py server_process.py adapter.py
                 adapter_export.py merged_sync.py engines.py
 Model inputs:   batch.py attention.py teacher.py teacher_load.py teacher_scores.py teacher_server.py reason_first.py
-                hidden_tap.py model.py full_weights.py speed.py compat.py
+                hidden_tap.py model.py full_weights.py speed.py switches.py compat.py
 Steps:          steps.py
 The loss:       divergence.py projection.py fused_divergence.py triton_divergence.py divergence_kernel.py sampled_token.py
                 token_weights.py objective.py

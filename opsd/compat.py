@@ -1,24 +1,35 @@
-"""The one place that imports from private paths of TRL, and checks that the version is the one they were written for."""
+"""The one place that relies on private parts of a library, and checks that its version is one that they were looked up in."""
 
 import importlib.metadata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from packaging.version import Version
 
-TRL_RANGE = ("1.16", "1.17")
+PEFT_RANGE = ("0.21", "0.22")
 
 
-def check_trl_version() -> None:
-    """Raises RuntimeError when TRL is outside the range whose private modules this file was written for."""
-    found = Version(importlib.metadata.version("trl"))
-    low, high = map(Version, TRL_RANGE)
+def check_peft_version() -> None:
+    """Raises RuntimeError when PEFT is outside the range whose private parts this file was written for."""
+    found = Version(importlib.metadata.version("peft"))
+    low, high = map(Version, PEFT_RANGE)
     if not low <= found < high:
         raise RuntimeError(
-            f"trl={found} must be >= {low} and < {high}: opsd imports from its private modules; run setup.sh"
+            f"peft={found} must be >= {low} and < {high}: opsd relies on its private parts; run setup.sh"
         )
 
 
-check_trl_version()
+check_peft_version()
 
-from trl.trainer.utils import use_adapter  # noqa: E402
 
-__all__ = ["TRL_RANGE", "check_trl_version", "use_adapter"]
+@contextmanager
+def adapters_off(layers: Sequence) -> Iterator[None]:
+    """Switches PEFT's layers to their base weights inside the block, and back to what they were."""
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, off in zip(layers, before, strict=True):
+            layer._disable_adapters = off

@@ -27,10 +27,10 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from opsd.args import OPSDConfig
 from opsd.batch import ModelInputs
-from opsd.compat import use_adapter
 from opsd.hidden_tap import HiddenTap
 from opsd.method_args import is_address
 from opsd.rollout import Rollout
+from opsd.switches import Switches
 from opsd.teacher_load import ADAPTER, adapter_matrices, load_teacher, lora_layers, pair_for
 from opsd.teacher_scores import TopKScores
 from opsd.teacher_server import TeacherServer
@@ -48,24 +48,16 @@ def completion_hidden(model: torch.nn.Module, tap: HiddenTap, inputs: ModelInput
 
 
 @contextmanager
-def teacher_weights(model: PreTrainedModel, kind: str) -> Iterator[None]:
-    """Puts the weights of teacher `base` or `live` in place inside the block, without gradients and without dropout."""
+def teacher_weights(model: PreTrainedModel, kind: str, switches: Switches | None = None) -> Iterator[None]:
+    """Puts the weights of teacher `base` or `live` in place inside the block, without gradients and without dropout.
+
+    `switches`: the model's, where they are made once for many blocks.
+    """
     if kind not in ("base", "live"):
         raise ValueError(f"teacher_kind={kind!r} must be base or live")
-    with frozen(model), use_adapter(model, None) if kind == "base" else nullcontext():
+    switches = switches or Switches(model)
+    with switches.frozen(), switches.adapter_off() if kind == "base" else nullcontext():
         yield
-
-
-@contextmanager
-def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """No gradients and no dropout inside the block."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 @contextmanager
@@ -107,7 +99,7 @@ class Teacher:
         self._updates = 0
         self._matrices: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._server: TeacherServer | None = None
-        self._sharded, self._trained = sharded, []
+        self._switches: Switches | None = None
         if self._kind in ("ema", "adapter") and sharded:
             raise ValueError(
                 f"teacher_kind={self._kind} needs whole weights on every process; use DDP or ZeRO-2, or teacher_kind=base"
@@ -151,22 +143,16 @@ class Teacher:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """The teacher's weights are in place inside the block, without gradients and without dropout."""
+        self._switches = self._switches or Switches(
+            self._model
+        )  # now, because sharding may exchange modules at the start
         if self._model is self._student and self._kind in ("base", "live"):
-            with teacher_weights(self._student, self._kind):
-                self._keep_trainable()
+            with teacher_weights(self._student, self._kind, self._switches):
                 yield
             return
         matrices = self._average_matrices() if self._kind == "ema" else self._matrices
-        with frozen(self._model), exchanged(matrices):
+        with self._switches.frozen(), exchanged(matrices):
             yield
-
-    def _keep_trainable(self) -> None:
-        """PEFT freezes an adapter that is switched off, and FSDP2 asks in its first forward pass, a teacher's, what will be trained."""
-        if not self._sharded:
-            return
-        self._trained = self._trained or [p for n, p in self._student.named_parameters() if ".lora_" in n]
-        for parameter in self._trained:
-            parameter.requires_grad_(True)
 
     def _average_matrices(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Every average as a pair (B, A) for its LoRA layer, with the identity on the smaller side."""

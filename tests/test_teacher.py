@@ -11,7 +11,7 @@ from opsd.args import OPSDConfig
 from opsd.batch import build_inputs
 from opsd.hidden_tap import HiddenTap
 from opsd.model import base_hash
-from opsd.teacher import EMA_FILE, Teacher, completion_hidden
+from opsd.teacher import EMA_FILE, Teacher, completion_hidden, teacher_weights
 from opsd.teacher_load import ADAPTER, check_teacher, lora_layers
 
 
@@ -213,3 +213,26 @@ def test_the_base_teacher_is_the_model_in_memory_not_the_one_on_disk(folder, tok
     with torch.no_grad():
         trainer.model.get_base_model().model.norm.weight.mul_(2.0)  # a base that was edited after it was loaded
     torch.testing.assert_close(trainer.teacher.hidden(some_inputs(trainer)), 2 * before)
+
+
+def test_switches_change_nothing_that_they_do_not_put_back(folder, tokenizer, tmp_path):
+    model = make_trainer(folder, tokenizer, tmp_path).model.train()
+    model.get_base_model().set_attn_implementation("sdpa")
+    model.get_base_model().model.layers[0].mlp.eval()  # stays as it is
+    ids = torch.tensor([[10, 11, 12]])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.add_(0.1)
+    before = [module.training for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    adapted = model(ids).logits
+    with pytest.raises(RuntimeError, match="inside"), teacher_weights(model, "base"):
+        assert not torch.is_grad_enabled() and not any(module.training for module in model.modules())
+        assert [parameter.requires_grad for parameter in model.parameters()] == trained
+        base = model(ids).logits
+        raise RuntimeError("inside")
+    assert [module.training for module in model.modules()] == before and torch.is_grad_enabled()
+    assert torch.equal(model(ids).logits, adapted) and not torch.equal(base, adapted)
+    with model.disable_adapter():
+        assert torch.equal(model(ids).logits, base)
