@@ -39,7 +39,8 @@ def main(argv: list[str]) -> None:
     elif args.regrade:
         from opsd.eval_result import regrade
 
-        folder = regrade(Path(args.regrade), regime.box_policy)
+        given = any(word.partition("=")[0] == "--box_policy" for word in argv)
+        folder = regrade(Path(args.regrade), regime.box_policy if given else None)
         finish([folder], folder, args.report)
     else:
         finish(evaluate(args, regime), Path(args.output_dir), args.report)

@@ -11,7 +11,6 @@ Writes the adapter (or the model), checkpoints, metrics.jsonl, rollouts.jsonl an
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 
 from opsd.runinfo import exit_on_bad_input, library_environment
@@ -105,7 +104,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
             changed = compare_runs(checkpoint.parent / "run.json", record)
             record["resumed_from"] = {"checkpoint": str(checkpoint), "changed_arguments": changed}
         write_run(trainer, record, "running")
-        started = time.perf_counter()
+        trainer.totals.start()
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if preemption.requested:
             write_run(trainer, record, "stopped", steps=trainer.state.global_step)
@@ -115,7 +114,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
         trained = save_complete(trainer, name, lambda: trainer.save_model(str(staging_dir(output_dir) / name)))
         if average is not None:
             save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))
-        record |= trainer.run_totals(time.perf_counter() - started)
+        record |= trainer.run_totals()
         record["base_sha256_after"] = trainer.fixed_hash()
         write_run(trainer, record, "finished")
         if record["base_sha256_after"] != record["base_sha256_before"]:

@@ -66,7 +66,7 @@ class DataArgs:
     max_teacher_prompt_length: int = _option(20000, "Longest teacher prompt, in tokens.")
     max_train_rows: int | None = _option(None, "Use only the first N rows that pass the filter; unset = all.")
     evaluate_before: bool = _option(False, "Evaluate the base model on eval_benchmark before training.")
-    evaluate_after: bool = _option(False, "Evaluate the trained adapter on eval_benchmark after training.")
+    evaluate_after: bool = _option(False, "Evaluate what was trained on eval_benchmark after training.")
 
     def __post_init__(self):
         given = [name for name in ("dataset_name", "train_file") if getattr(self, name)]
@@ -117,7 +117,9 @@ class OPSDConfig(MethodArgs, PlainCpu, TrainingArguments):
     """How to train: rollouts, teacher, divergence, layout. Inherits schedule, optimizer, checkpoints and trackers from transformers."""
 
     # defaults of transformers that do not fit this trainer
-    output_dir: str = _option("runs/opsd", "Folder for checkpoints, the final adapter, metrics.jsonl and run.json.")
+    output_dir: str = _option(
+        "runs/opsd", "Folder for checkpoints, the final adapter or model, metrics.jsonl and run.json."
+    )
     logging_steps: float = _option(1, "Steps between two log lines.")
     remove_unused_columns: bool = _option(False, "Kept false: the collator reads our own columns.")
     report_to: list[str] | None = _option(

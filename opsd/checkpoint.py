@@ -106,6 +106,8 @@ def check_checkpoint(path: Path) -> int:
         raise ValueError(f"checkpoint={path}: {MANIFEST} is not JSON ({error}); {remedy}") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ValueError(f"checkpoint={path}: {MANIFEST} is not of schema {SCHEMA}; {remedy}")
+    if not isinstance(manifest.get("files"), dict):
+        raise ValueError(f"checkpoint={path}: {MANIFEST} lists no files; {remedy}")
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -174,11 +176,15 @@ def compare_runs(run_json: Path, record: dict) -> dict[str, list]:
     """
     if not run_json.is_file():
         raise FileNotFoundError(f"file={run_json} does not exist; keep run.json beside the checkpoints of its run")
-    previous = json.loads(run_json.read_text(encoding="utf-8"))
+    try:
+        previous = json.loads(run_json.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"file={run_json} is not JSON ({error}); put the first part's file back") from None
     then, now = previous["base_sha256_before"], record["base_sha256_before"]
     if then != now:
         raise ValueError(
-            f"base_sha256={now[:12]} is not the {then[:12]} that the checkpoint was trained on; give the same model_name_or_path"
+            f"base_sha256={now[:12]} is not the {then[:12]} that the checkpoint was trained on; give the same "
+            "model_name_or_path, dtype, bf16 and use_peft"
         )
     changed = {}
     for owner, arguments in record["arguments"].items():

@@ -121,7 +121,7 @@ def repeated_sample_warnings(
 
 
 def _weights(result: dict) -> tuple:
-    return result["model"], result["adapter_sha256"]
+    return result["model_sha256"], result["adapter_sha256"]
 
 
 def _texts(samples: Sequence[dict]) -> set[tuple]:
@@ -134,7 +134,7 @@ def checkpoint_families(side: Sequence[dict]) -> list[list[dict]]:
     for result in side:
         if result["training"] is not None:
             families.setdefault(str(result["training"]["run_dir"]), []).append(result)
-    return [family for family in families.values() if len({result["adapter_sha256"] for result in family}) > 1]
+    return [family for family in families.values() if len(set(map(_weights, family))) > 1]
 
 
 def selection_warnings(
@@ -144,7 +144,7 @@ def selection_warnings(
     warnings = []
     for label, side, sd in (("A", side_a, sd_a), ("B", side_b, sd_b)):
         for family in checkpoint_families(side):
-            m = len({result["adapter_sha256"] for result in family})
+            m = len(set(map(_weights, family)))
             gain = (
                 "" if sd is None else f": about {100 * expected_maximum(m) * sd:+.1f} points at an sd of {100 * sd:.2f}"
             )

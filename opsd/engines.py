@@ -92,7 +92,7 @@ def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> 
         adapted = [s for n, s in student.linear.items() if n.rsplit(".", 1)[-1] in student.lora_targets]
         teacher["teacher's moving average"] = sum(4 * out * features for out, features in adapted)
     elif args.teacher_kind == "model" and not is_address(args.teacher_model):
-        teacher["teacher model"] = linear_shapes(load_config(args.teacher_model))[1] * weight_bytes
+        teacher["teacher model"] = linear_shapes(load_config(args.teacher_model))[1] * student.compute_bytes
     total = torch.cuda.get_device_properties(args.device).total_memory if free is not None else 0
     plan = make_plan(
         student,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opsd.comparison import Comparison, compare
 from opsd.comparison_text import format_comparison, format_published
-from opsd.eval_result import RESULT_SCHEMA
+from opsd.eval_result import FROM_MANIFEST, RESULT_SCHEMA
 from opsd.eval_store import MANIFEST, RESULT, SAMPLES, read_record
 from opsd.eval_table import EXPORT_FORMS, results_table
 from opsd.published import compare_published, is_published, parse_published
@@ -24,6 +24,9 @@ def read_results(paths: list[Path]) -> tuple[list[dict], list[list[dict]]]:
             raise ValueError(
                 f"{path} has schema={result.get('schema')!r}, expected {RESULT_SCHEMA!r}; give a result.json"
             )
+        missing = [name for name in (*FROM_MANIFEST, "problems", "statistics") if name not in result]
+        if missing:
+            raise ValueError(f"{path} has no {missing[0]}; give a result.json as eval_aime.py wrote it")
         beside = Path(path).parent / SAMPLES
         results.append(result)
         samples.append(read_jsonl(beside) if beside.is_file() else [])

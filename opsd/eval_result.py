@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from opsd.args import EvalRegime
 from opsd.eval_args import regime_hash
-from opsd.eval_store import MANIFEST, RESULT, SAMPLES, SampleStore, check_unique, read_record
+from opsd.eval_store import MANIFEST, RESULT, SAMPLES, SampleStore, check_samples, read_record
 from opsd.evaluation import build_statistics, count_by_problem, describe
 from opsd.grading import grade, grader_version
 from opsd.runinfo import read_jsonl, write_json
@@ -59,8 +59,11 @@ def regrade_samples(samples: list[dict], manifest: dict, box_policy: str) -> lis
     ]
 
 
-def regrade(samples_path: Path, box_policy: str) -> Path:
-    """Grades a samples.jsonl again without generating; rewrites it, its manifest and its result. Returns the folder."""
+def regrade(samples_path: Path, box_policy: str | None = None) -> Path:
+    """Grades a samples.jsonl again without generating; rewrites it, its manifest and its result. Returns the folder.
+
+    `box_policy` None: the policy that the samples were graded by.
+    """
     samples_path = Path(samples_path)
     folder = samples_path.parent
     if samples_path.name != SAMPLES or not samples_path.is_file():
@@ -68,9 +71,10 @@ def regrade(samples_path: Path, box_policy: str) -> Path:
     with SampleStore(folder) as store:
         manifest = read_record(folder / MANIFEST)
         samples = read_jsonl(samples_path)
-        check_unique(samples, samples_path)
+        check_samples(samples, manifest, samples_path)
         if not samples:
             raise ValueError(f"regrade={samples_path} holds no finished sample; evaluate first")
+        box_policy = box_policy or manifest["regime"]["box_policy"]
         graded = regrade_samples(samples, manifest, box_policy)
         changed = sum(old["correct"] != new["correct"] for old, new in zip(samples, graded, strict=True))
         logger.info("%s: %d of %d verdicts changed", samples_path, changed, len(samples))
@@ -80,7 +84,8 @@ def regrade(samples_path: Path, box_policy: str) -> Path:
             "regime_hash": regime_hash(regime),
             "grader_version": grader_version(),
         }
+        store.write_manifest(manifest, graded=False)  # a kill in between leaves samples that are graded again
         store.replace_samples(graded)
-        write_json(folder / MANIFEST, manifest)
+        store.write_manifest(manifest, graded=True)
         write_json(folder / RESULT, build_result(manifest, graded))
     return folder

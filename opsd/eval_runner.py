@@ -15,7 +15,7 @@ from tqdm import tqdm
 from opsd.eval_pool import EngineDied, EnginePool
 from opsd.eval_result import build_result, grade_sample, regrade_samples
 from opsd.eval_setup import Plan, Target
-from opsd.eval_store import REGRADED, RESULT, SAMPLES, SampleStore
+from opsd.eval_store import RESULT, SAMPLES, SampleStore, same_rules
 from opsd.eval_worker import Finished, Request
 from opsd.rollout import derive_seed
 from opsd.runinfo import write_json
@@ -120,10 +120,10 @@ def _open(store: SampleStore, plan: Plan, target: Target, resume: bool) -> None:
     if not store.samples:
         return
     logger.info("%s: resuming with %d finished samples", target.folder, len(store.samples))
-    same_rules = before["grader_version"] == target.manifest["grader_version"]
-    if not same_rules or before["regime"][REGRADED] != target.manifest["regime"][REGRADED]:
+    if not same_rules(before, target.manifest):
         logger.info("%s: grading rules have changed, grading again", target.folder)
         store.replace_samples(regrade_samples(store.samples, target.manifest, plan.regime.box_policy))
+        store.write_manifest(target.manifest, graded=True)
 
 
 def _sample(plan: Plan, target: Target, store: SampleStore, pool: EnginePool, requests: list[Request]) -> None:

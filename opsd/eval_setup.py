@@ -145,7 +145,8 @@ def _targets(
     output_dir = Path(args.output_dir or ".")
     model = Path(args.model).name
     if not adapters:
-        identity = {"name": args.name or model, "adapter": None, "adapter_sha256": None, "training": None}
+        identity = {"name": args.name or model, "adapter": None, "adapter_sha256": None}
+        identity["training"] = training_record(Path(args.model)) if Path(args.model).is_dir() else None
         return [Target(output_dir, None, identity | shared, 0.0)]
     labels = [folder.name for folder in adapters]
     if len(set(labels)) < len(labels):
@@ -230,10 +231,10 @@ def model_sha256(model: str, config: PretrainedConfig) -> str:
     return digest.hexdigest()
 
 
-def training_record(adapter_dir: Path) -> dict | None:
-    """The run.json beside or above an adapter and the optimizer step in the folder's name; None when it was trained elsewhere."""
-    step = re.fullmatch(r"checkpoint-(\d+)", adapter_dir.name)
-    for folder in (adapter_dir, adapter_dir.parent):
+def training_record(trained: Path) -> dict | None:
+    """The run.json beside or above what was trained and the step in the folder's name; None when it was trained elsewhere."""
+    step = re.fullmatch(r"checkpoint-(\d+)", trained.name)
+    for folder in (trained, trained.parent):
         if (folder / "run.json").is_file():
             run = read_record(folder / "run.json")
             kept = {name: run[name] for name in RUN_FIELDS if name in run}

@@ -36,6 +36,15 @@ IDENTITY = {
 SYNC_SECONDS = 1.0
 GROWING = "samples_per_problem"
 REGRADED = "box_policy"
+FIELDS = {
+    "problem_id": str,
+    "sample_index": int,
+    "text": str,
+    "token_count": int,
+    "finish_reason": str,
+    "correct": bool,
+}
+NOT_GRADED = "being graded again"
 
 
 class SampleStore:
@@ -83,11 +92,16 @@ class SampleStore:
             )
         if samples:
             check_same(before, manifest, self.folder)
-        check_unique(samples, self.folder / SAMPLES)
+        if samples:
+            check_samples(samples, manifest, self.folder / SAMPLES)
         self.samples = samples
-        write_json(self.folder / MANIFEST, manifest)
+        self.write_manifest(manifest, graded=not samples or same_rules(before, manifest))
         self._appending = open_append_jsonl(self.folder / SAMPLES)
         return before
+
+    def write_manifest(self, manifest: dict, *, graded: bool) -> None:
+        """`graded` False: the samples' grades are not by the manifest's rules yet, and whoever opens the folder next grades them again."""
+        write_json(self.folder / MANIFEST, manifest if graded else manifest | {"grader_version": NOT_GRADED})
 
     def add(self, sample: dict) -> None:
         """Appends one finished sample; a kill of this process does not lose it."""
@@ -109,6 +123,11 @@ class SampleStore:
         write_jsonl(self.folder / SAMPLES, samples)
         self._appending = open_append_jsonl(self.folder / SAMPLES)
         self.samples = samples
+
+
+def same_rules(before: dict, now: dict) -> bool:
+    """Whether samples graded under one manifest count under the other."""
+    return before["grader_version"] == now["grader_version"] and before["regime"][REGRADED] == now["regime"][REGRADED]
 
 
 def read_record(path: Path) -> dict:
@@ -145,13 +164,24 @@ def check_same(before: dict, now: dict, folder: Path) -> None:
         )
 
 
-def check_unique(samples: list[dict], path: Path) -> None:
-    """Raises RuntimeError when one (problem, sample) pair stands in the file twice."""
-    seen = set()
-    for sample in samples:
+def check_samples(samples: list[dict], manifest: dict, path: Path) -> None:
+    """Raises ValueError naming the first line that is not a sample of the manifest's evaluation, or stands there twice."""
+    problems = {problem["id"] for problem in manifest["problems"]}
+    count, seen = manifest["regime"][GROWING], set()
+    for number, sample in enumerate(samples, start=1):
+        for name, kind in FIELDS.items():
+            if not isinstance(sample, dict) or type(sample.get(name)) is not kind:
+                raise ValueError(f"{path}: line {number} has no {name} of type {kind.__name__}; remove the line")
         key = (sample["problem_id"], sample["sample_index"])
+        if key[0] not in problems or not 0 <= key[1] < count:
+            raise ValueError(
+                f"{path}: line {number} is sample {key[1]} of problem {key[0]}, which is none of the evaluation's {len(problems)} problems "
+                f"x {count} samples; remove the line"
+            )
         if key in seen:
-            raise RuntimeError(f"{path}: problem_id={key[0]}, sample_index={key[1]} stands there twice")
+            raise ValueError(
+                f"{path}: line {number}: sample {key[1]} of problem {key[0]} stands there twice; remove one"
+            )
         seen.add(key)
 
 

@@ -43,9 +43,17 @@ def sampling_dtype(model: PreTrainedModel | PeftModel, bf16: bool) -> torch.dtyp
     return torch.bfloat16 if bf16 and not isinstance(model, PeftModel) else model.dtype
 
 
+@torch.no_grad()
 def frozen_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as it is now, in `dtype`, never to be trained."""
-    return copy.deepcopy(model).to(dtype).requires_grad_(False).eval()
+    """The model as it is now, in `dtype`, never to be trained.
+
+    The model itself is rounded to what the copy holds, so that student, teacher and engine start as one: a model that is stored in
+    bfloat16 stays as it is.
+    """
+    start = copy.deepcopy(model).to(dtype).requires_grad_(False).eval()
+    for own, kept in zip(model.parameters(), start.parameters(), strict=True):
+        own.copy_(kept)
+    return start
 
 
 class FullWeights:

@@ -1,6 +1,7 @@
 """The hand-off from training to evaluation: `eval_aime.py` in a process of its own, so that a GPU is free for its engine."""
 
 import logging
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -45,7 +46,7 @@ class Handoff:
     def _call(self, arguments: list[str]) -> None:
         command = [sys.executable, str(self._script), *arguments]
         logger.info("evaluating: %s", " ".join(command))
-        code = subprocess.run(command).returncode
+        code = _run_and_pass_signals_on(command)
         if code == 2:
             raise ValueError(
                 "the evaluation is refused, see the line above; correct it, or leave evaluate_before and evaluate_after out"
@@ -54,3 +55,27 @@ class Handoff:
             raise RuntimeError(
                 f"eval_aime.py ended with exit code {code}; the training result is complete, run it again by hand"
             )
+
+
+def _run_and_pass_signals_on(command: list[str]) -> int:
+    """The exit code of `command`. SIGTERM and SIGUSR1 end it, and then this process, with the line to go on with."""
+    received: list[int] = []
+
+    def stop(number: int, _frame) -> None:
+        received.append(number)
+        process.terminate()
+
+    process = subprocess.Popen(command)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        logger.warning(
+            "%s during the evaluation: finished completions are kept; to go on: the same command, with --resume once there is a checkpoint",
+            signal.Signals(received[0]).name,
+        )
+        raise SystemExit(128 + received[0])
+    return code

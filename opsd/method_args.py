@@ -119,7 +119,7 @@ class MethodArgs:
     wrong_reference_seed: int = option(0, "Seed that pairs rows with wrong references (token_weight contrastive).")
 
     # averages and stopping rules
-    wavg_last: int = option(0, "Average the trainable weights over the last N steps into adapter_wavg; 0 = off.")
+    wavg_last: int = option(0, "Average the adapter over the last N steps into adapter_wavg; 0 = off.")
     guard_min_length: float = option(
         0.0, "Stop when the mean completion length falls below this fraction of its start; 0 = off."
     )

@@ -1,11 +1,14 @@
 """The frame of an optimizer step: which rows it samples for, and the sums of what it measures. Used by `opsd/trainer.py`."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.utils.data import Sampler
 
 from opsd.rollout import derive_seed
+from opsd.runinfo import read_json, write_json
 
 
 class RolloutSampler(Sampler[int]):
@@ -26,6 +29,40 @@ class RolloutSampler(Sampler[int]):
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", start // self.rows))
             order = torch.randperm(self.rows, generator=generator).tolist()
             yield from order[: self.count - start]
+
+
+class RunTotals:
+    """What a run has cost over all processes, kept in its checkpoints so that a resume adds to it."""
+
+    FILE = "run_totals.json"
+
+    def __init__(self):
+        self.tokens_generated = self.tokens_trained = 0
+        self._seconds_before, self._started = 0.0, time.perf_counter()
+
+    def start(self) -> None:
+        """Training begins now; building the model and the engine is not counted."""
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds of training, earlier parts of the run included."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def save(self, checkpoint: Path, step: int) -> None:
+        """Part of a checkpoint; see `OPSDTrainer.stateful`."""
+        counts = {"tokens_generated": self.tokens_generated, "tokens_trained": self.tokens_trained}
+        write_json(checkpoint / self.FILE, counts | {"seconds": self.seconds})
+
+    def load(self, checkpoint: Path) -> None:
+        """Goes on from what `save` wrote. Raises FileNotFoundError when the checkpoint has none."""
+        if not (checkpoint / self.FILE).is_file():
+            raise FileNotFoundError(
+                f"resume_from_checkpoint={checkpoint} has no {self.FILE}: it is of an older version; start the run anew"
+            )
+        record = read_json(checkpoint / self.FILE)
+        self.tokens_generated, self.tokens_trained = record["tokens_generated"], record["tokens_trained"]
+        self._seconds_before = record["seconds"]
 
 
 class StepMetrics:

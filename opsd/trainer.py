@@ -28,7 +28,7 @@ from opsd.reason_first import ReasonFirst
 from opsd.rollout import EngineDied, Rollout, SamplingSettings, derive_seed
 from opsd.sampled_token import sampled_token_logps
 from opsd.sharding import adapter_parent, reduce_in_float32, save_from_all
-from opsd.steps import RolloutSampler, StepMetrics
+from opsd.steps import RolloutSampler, RunTotals, StepMetrics
 from opsd.teacher import Teacher, completion_hidden, teacher_weights
 from opsd.teacher_scores import TopKScores
 
@@ -85,13 +85,12 @@ class OPSDTrainer(Trainer):
         )
         self.objective = Objective(args, self._tap, self.teacher.tap)
         # saved into every checkpoint and restored from it: save(folder, step), load(folder)
-        self.stateful = [self.teacher]
+        self.totals = RunTotals()
+        self.stateful = [self.teacher, self.totals]
         if args.reason_first_tokens:
             context = model.config.get_text_config().max_position_embeddings
             self.reason_first = ReasonFirst(args, processing_class, context - args.max_completion_length)
         self.micro_batches: list[MicroBatch] = []
-        self.tokens_generated = 0
-        self.tokens_trained = 0
         self._metrics = StepMetrics()
         self._step_sequences = torch.tensor(args.rollouts_per_step)
         self._export = AdapterExport(model, dtype)
@@ -128,13 +127,18 @@ class OPSDTrainer(Trainer):
         generated = time.perf_counter()
         self._metrics.seconds["rollout"] = generated - started - self._metrics.seconds["sync"]
         self.micro_batches = split_micro_batches(examples, rollouts, num_batches, scores)
-        counts = torch.tensor(self.objective.counts(self.micro_batches), device=device)
-        total, self._step_sequences = self.accelerator.reduce(counts, reduction="sum").unbind()
+        tokens = [sum(m.completion_tokens for m in self.micro_batches), sum(m.input_tokens for m in self.micro_batches)]
+        counts = torch.tensor([*self.objective.counts(self.micro_batches), *tokens], device=device)
+        total, self._step_sequences, generated_tokens, trained_tokens = self.accelerator.reduce(
+            counts, reduction="sum"
+        ).unbind()
         if total == 0:
             raise RuntimeError(
                 f"step {self.state.global_step + 1}: no completion is longer than skip_first_tokens={self.args.skip_first_tokens}, so "
                 "there is nothing to train on; lower it"
             )
+        self.totals.tokens_generated += int(generated_tokens)
+        self.totals.tokens_trained += int(trained_tokens)
         self._train_started_at = generated
         return self.micro_batches, total
 
@@ -217,8 +221,6 @@ class OPSDTrainer(Trainer):
         loss, sums = self.objective.loss(student_hidden, teacher_hidden, wrong_hidden, inputs, size, processes)
         self._metrics.add(sums)
         self._record_logp_gap(student_hidden.detach(), inputs)
-        self.tokens_generated += inputs.completion_tokens
-        self.tokens_trained += inputs.input_tokens
         self._metrics.add({"trained_tokens": torch.tensor(inputs.input_tokens)})
         return (loss, None) if return_outputs else loss
 
@@ -335,13 +337,12 @@ class OPSDTrainer(Trainer):
         """Of the weights that must not move: the adapter's base, or the frozen copy of a model that is trained as a whole."""
         return base_hash(self.model if self._frozen is None else self._frozen)
 
-    def run_totals(self, seconds: float) -> dict[str, float | int]:
-        """Totals over all processes for run.json, of `seconds` since the start or the resume; every process has to take part."""
-        counts = torch.tensor([self.tokens_generated, self.tokens_trained], device=self.accelerator.device)
-        generated, trained = self.accelerator.reduce(counts, reduction="sum").tolist()
+    def run_totals(self) -> dict[str, float | int]:
+        """Totals over all processes and parts of the run for run.json."""
+        seconds = self.totals.seconds
         gpus = self.args.world_size if self.accelerator.device.type == "cuda" else 0
-        totals = {"steps": self.state.global_step, "tokens_generated": generated, "tokens_trained": trained}
-        return totals | {"wall_seconds": seconds, "gpu_seconds": seconds * gpus}
+        tokens = {"tokens_generated": self.totals.tokens_generated, "tokens_trained": self.totals.tokens_trained}
+        return {"steps": self.state.global_step, **tokens, "wall_seconds": seconds, "gpu_seconds": seconds * gpus}
 
     def close(self) -> None:
         """Stops the engine and removes the adapters it was given."""

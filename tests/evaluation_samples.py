@@ -50,6 +50,7 @@ def make_result(name: str, samples: list[dict], problems: int, n: int, **changes
         "schema": "opsd-eval/1",
         "name": name,
         "model": "model",
+        "model_sha256": "model",
         "adapter": name,
         "adapter_sha256": name,
         "benchmark": {"name": "aime24", "sha256": "0" * 64, "problems": problems},

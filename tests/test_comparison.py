@@ -212,6 +212,8 @@ def test_copies_are_noticed(rates):
     copies = [original | {"name": f"a{i}", "run_seed": 1} for i in range(3)]
     c = compare(copies, [one_result("b", rates, 2)])
     assert any("same weights with the same run_seed=1" in w for w in c.warnings)
+    others = [copy | {"model_sha256": f"model {i}", "adapter_sha256": None} for i, copy in enumerate(copies)]
+    assert not any("same weights" in w for w in compare(others, [one_result("b", rates, 2)]).warnings)
     assert any("too alike to be independent" in w for w in c.warnings)
     renamed = [original, original | {"name": "a1", "run_seed": 5}]
     assert any("identical counts and lengths" in w for w in compare(renamed, [one_result("b", rates, 2)]).warnings)

@@ -278,6 +278,63 @@ def test_regrade_follows_the_samples_and_the_policy(tmp_path):
         regrade(tmp_path / "result.json", "anywhere")
 
 
+def test_a_kill_while_grading_again_is_made_up_for(tmp_path, monkeypatch):
+    run(make_plan(tmp_path))
+    truth = read_jsonl(tmp_path / "samples.jsonl")
+    monkeypatch.setattr("opsd.eval_runner.regrade_samples", interrupted)
+    other = make_plan(tmp_path, box_policy="anywhere")
+    with pytest.raises(KeyboardInterrupt):
+        run(other)
+    monkeypatch.undo()
+    seen = []
+    monkeypatch.setattr("opsd.eval_runner.regrade_samples", lambda samples, *_: seen.append(len(samples)) or samples)
+    run(other)
+    assert seen == [len(truth)]  # graded again, although the manifest was the new one already
+    run(other)
+    assert len(seen) == 1
+
+    monkeypatch.setattr("opsd.eval_store.write_jsonl", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        regrade(tmp_path / "samples.jsonl", "outside_unfinished_think")
+    assert json.loads((tmp_path / "manifest.json").read_text())["grader_version"] == "being graded again"
+    monkeypatch.undo()
+    regrade(tmp_path / "samples.jsonl")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["grader_version"] == grader_version()
+    assert manifest["regime"]["box_policy"] == "outside_unfinished_think"  # none was given: the manifest's stays
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": None}, "line 1 has no text of type str"),
+        ({"token_count": None}, "line 1 has no token_count of type int"),
+        ({"correct": "yes"}, "line 1 has no correct of type bool"),
+        ({"sample_index": True}, "line 1 has no sample_index of type int"),
+        (
+            {"problem_id": "other"},
+            "line 1 is sample 0 of problem other, which is none of the evaluation's 5 problems x 4 samples",
+        ),
+        ({"sample_index": 99}, "line 1 is sample 99"),
+    ],
+)
+def test_damaged_samples_are_named_by_their_line(tmp_path, change, message):
+    run(make_plan(tmp_path))
+    samples = sorted(read_jsonl(tmp_path / "samples.jsonl"), key=lambda s: (s["problem_id"], s["sample_index"]))
+    for damaged, expected in (
+        ([samples[0] | change, *samples[1:]], message),
+        ([*samples, samples[0]], "stands there twice"),
+    ):
+        (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in damaged))
+        for again in (lambda: run(make_plan(tmp_path)), lambda: regrade(tmp_path / "samples.jsonl")):
+            with pytest.raises(ValueError, match=expected):
+                again()
+
+
 def test_a_large_queue_with_large_answers_does_not_block(tmp_path):
     settings = dataclasses.replace(
         make_plan(tmp_path).settings, sampling=SamplingSettings(1.0, 1.0, 0, 3000), max_num_seqs=300

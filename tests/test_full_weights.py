@@ -101,6 +101,9 @@ def test_a_resumed_run_ends_with_the_same_weights(model_folder, tokenizer, tmp_p
     whole.train()
     resumed = make_trainer(model_folder, tokenizer, tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "run" / "checkpoint-2"))
+    for name in ("tokens_generated", "tokens_trained"):  # of the whole run, not of its last part
+        assert getattr(resumed.totals, name) == getattr(whole.totals, name) > 0
+    assert resumed.totals.seconds > 0
     assert resumed.fixed_hash() == whole.fixed_hash()  # the teacher is the model it started from, not the checkpoint
     for name, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, whole.model.get_parameter(name)), name
@@ -126,6 +129,15 @@ def test_the_rounding_is_what_the_engine_lacks_of_the_update(model_folder):
         update += (model.get_parameter(name).detach() - start.get_parameter(name).float()).double().square().sum()
     assert weights.relative_error == pytest.approx(float((lost / update).sqrt()), rel=1e-6)
     assert 0.3 < weights.relative_error < 1.5 and weights.digest != unmoved
+
+
+def test_a_model_that_bfloat16_cannot_hold_starts_as_what_it_can(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    stored = [parameter.detach().clone() for parameter in model.parameters()]
+    weights = FullWeights(model, frozen_copy(model, torch.bfloat16))
+    assert list(weights) and weights.relative_error == 0.0  # nothing is trained yet, so nothing is lost
+    assert all(torch.equal(p, s.bfloat16().float()) for p, s in zip(model.parameters(), stored, strict=True))
+    assert any(not torch.equal(p, s) for p, s in zip(model.parameters(), stored, strict=True))
 
 
 def test_under_autocast_teacher_and_engine_are_bfloat16_and_the_student_is_not(model_folder, tokenizer, tmp_path):
