@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     from opsd.setup_run import configure_logging, resolve_world
 
     configure_logging()
-    checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint)
+    checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint, args.max_steps)
     with args.main_process_first(desc="building the world"):
         resolve_world(
             data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")

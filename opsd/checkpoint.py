@@ -142,11 +142,12 @@ def newest_complete(output_dir: Path) -> Path | None:
     return None
 
 
-def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
+def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
     `wanted`: None starts a run and refuses a folder that has checkpoints already; `latest` is the newest complete one and an error without
-    one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a folder.
+    one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a folder. One of more
+    than `max_steps` steps is refused.
     """
     if wanted is None:
         present = checkpoints(output_dir)
@@ -157,15 +158,22 @@ def find_resume(output_dir: Path, wanted: str | None) -> Path | None:
             )
         return None
     if wanted not in (LATEST, AUTO):
-        check_checkpoint(Path(wanted))
-        return Path(wanted)
+        return _within(Path(wanted), check_checkpoint(Path(wanted)), max_steps)
     found = newest_complete(output_dir)
     if found is None and wanted == LATEST:
         raise ValueError(
             f"resume_from_checkpoint={LATEST}: output_dir={output_dir} holds no complete checkpoint; remove the flag to start anew"
         )
     logger.info("resume_from_checkpoint=%s: %s", wanted, found or "no checkpoint yet, starting")
-    return found
+    return found and _within(found, int(_NAME.fullmatch(found.name)[1]), max_steps)
+
+
+def _within(checkpoint: Path, step: int, max_steps: int) -> Path:
+    if step > max_steps:
+        raise ValueError(
+            f"max_steps={max_steps} is less than the {step} steps of checkpoint={checkpoint}; give {step} or more"
+        )
+    return checkpoint
 
 
 def compare_runs(run_json: Path, record: dict) -> dict[str, list]:

@@ -57,7 +57,9 @@ def test_an_adapter_that_is_not_complete_is_never_published(tmp_path, adapter):
     assert checkpoints(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "no manifest", "garbled manifest", "other schema"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "cut", "changed", "no manifest", "garbled manifest", "other schema", "no files"]
+)
 def test_damage_is_named_and_passed_over(tmp_path, adapter, damage):
     first, second = save(tmp_path, adapter, 2), save(tmp_path, adapter, 10)
     file, manifest = second / "optimizer.pt", second / checkpoint.MANIFEST
@@ -70,26 +72,31 @@ def test_damage_is_named_and_passed_over(tmp_path, adapter, damage):
     elif damage == "no manifest":
         manifest.unlink()
     else:
-        manifest.write_text("{" if damage == "garbled manifest" else '{"schema": "other"}')
+        texts = {"garbled manifest": "{", "other schema": '{"schema": "other"}'}
+        manifest.write_text(texts.get(damage, json.dumps({"schema": checkpoint.SCHEMA, "step": 10})))
     with pytest.raises(ValueError, match="checkpoint-10.*give an earlier checkpoint"):
         check_checkpoint(second)
-    assert find_resume(tmp_path, "latest") == first
+    assert find_resume(tmp_path, "latest", 100) == first
     with pytest.raises(ValueError, match="checkpoint-10"):
-        find_resume(tmp_path, str(second))
+        find_resume(tmp_path, str(second), 100)
 
 
 def test_what_to_go_on_from(tmp_path, adapter):
-    assert find_resume(tmp_path, None) is None and find_resume(tmp_path, "auto") is None
+    assert find_resume(tmp_path, None, 100) is None and find_resume(tmp_path, "auto", 100) is None
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        find_resume(tmp_path, "latest")
+        find_resume(tmp_path, "latest", 100)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        find_resume(tmp_path, str(tmp_path / "nowhere"))
+        find_resume(tmp_path, str(tmp_path / "nowhere"), 100)
     paths = [save(tmp_path, adapter, step) for step in (2, 10, 4)]
     assert checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]  # by step, not by name or time
-    assert find_resume(tmp_path, "latest") == find_resume(tmp_path, "auto") == paths[1]
-    assert find_resume(tmp_path, str(paths[0])) == paths[0]
+    assert find_resume(tmp_path, "latest", 100) == find_resume(tmp_path, "auto", 100) == paths[1]
+    assert find_resume(tmp_path, str(paths[0]), 100) == paths[0]
+    for wanted in ("latest", str(paths[1])):
+        assert find_resume(tmp_path, wanted, 10) == paths[1]
+        with pytest.raises(ValueError, match="max_steps=9 is less than the 10 steps of checkpoint=.*; give 10 or more"):
+            find_resume(tmp_path, wanted, 9)
     with pytest.raises(ValueError, match="holds checkpoint-10 of an earlier run.*--resume_from_checkpoint latest"):
-        find_resume(tmp_path, None)
+        find_resume(tmp_path, None, 100)
 
 
 def test_a_step_that_is_trained_again_replaces_its_checkpoint(tmp_path, adapter):
