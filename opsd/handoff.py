@@ -60,15 +60,19 @@ class Handoff:
 def _run_and_pass_signals_on(command: list[str]) -> int:
     """The exit code of `command`. SIGTERM and SIGUSR1 end it, and then this process, with the line to go on with."""
     received: list[int] = []
+    children: list[subprocess.Popen] = []
 
     def stop(number: int, _frame) -> None:
         received.append(number)
-        process.terminate()
+        for child in children:
+            child.terminate()
 
-    process = subprocess.Popen(command)
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        code = process.wait()
+        children.append(subprocess.Popen(command))
+        if received:  # while it was being started
+            children[0].terminate()
+        code = children[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
