@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     elif args.regrade:
         from opsd.eval_result import regrade
 
-        given = any(word.partition("=")[0] == "--box_policy" for word in argv)
+        given = any(word.partition("=")[0] in ("--box_policy", "--box-policy") for word in argv)
         folder = regrade(Path(args.regrade), regime.box_policy if given else None)
         finish([folder], folder, args.report)
     else:

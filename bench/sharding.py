@@ -20,11 +20,8 @@ from opsd.runinfo import exit_on_bad_input, git_state, hardware, package_version
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = {
-    "ddp": "single",
-    "zero2": "zero2",
-    "fsdp2": "fsdp2",
-}  # mode -> file in accelerate_configs/; ddp of one process is single
+# mode -> file in accelerate_configs/; ddp of one process is single
+CONFIGS = {"ddp": "single", "zero2": "zero2", "fsdp2": "fsdp2"}
 COLUMNS = ("time/train_s", "time/adapter_save_s", "memory/peak_gib", "loss/objective")
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

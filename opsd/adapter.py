@@ -60,7 +60,7 @@ def plain_names(targets: str | list[str]) -> list[str] | None:
 
 
 def check_adapter(adapter_dir: Path) -> tuple[str, float]:
-    """`adapter_norm`, and the sha256 of the weights file before it."""
+    """(sha256 of the weights file, `adapter_norm`)."""
     norm = adapter_norm(adapter_dir)
     return sha256_file(Path(adapter_dir) / WEIGHTS), norm
 

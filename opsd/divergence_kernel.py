@@ -141,9 +141,8 @@ def divergence_rows(
         t_top, t_total, t_entropy, t_share = _finish(t_largest, t_mass, t_moment)
         s_log_z = s_top + tl.log2(s_total)
         t_log_z = t_top + tl.log2(t_total)
-        shift = (t_top - s_top) + tl.log2(
-            tl.div_rn(t_total, s_total)
-        )  # log2 of the normalisers' ratio, exactly 0 for equal rows
+        # log2 of the normalisers' ratio, exactly 0 for equal rows
+        shift = (t_top - s_top) + tl.log2(tl.div_rn(t_total, s_total))
 
         clamped_lanes = tl.zeros((LANES,), tl.float32)
         if KIND == 2:

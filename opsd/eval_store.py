@@ -92,7 +92,6 @@ class SampleStore:
             )
         if samples:
             check_same(before, manifest, self.folder)
-        if samples:
             check_samples(samples, manifest, self.folder / SAMPLES)
         self.samples = samples
         self.write_manifest(manifest, graded=not samples or same_rules(before, manifest))

@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from opsd.adapter import CONFIG, check_adapter
+from opsd.merged_sync import RoundedWeights
 
 # argument -> (what full fine-tuning allows, what to do)
 ALLOWED = {
@@ -56,35 +57,18 @@ def frozen_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return start
 
 
-class FullWeights:
-    """Iterates over (name, weight in `dtype`) of the student; afterwards `relative_error` is known. Like `MergedWeights`."""
+class FullWeights(RoundedWeights):
+    """Every weight of the student, in the dtype of `start`: the frozen copy, which computes as the engine does."""
 
     def __init__(self, model: PreTrainedModel, start: PreTrainedModel):
-        """`start`: the frozen copy, in the dtype of the engine."""
+        super().__init__()
         self._model, self._start = model, start
-        self._lost = self._update = self._applied = 0.0
 
-    @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._lost = self._update = self._applied = 0.0
+    def changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
         start = dict(self._start.named_parameters())
         for name, weight in self._model.named_parameters():
-            rounded, before = weight.to(start[name].dtype), start[name].float()
-            update, applied = weight.float() - before, rounded.float() - before
-            self._lost += float((applied - update).double().square().sum())
-            self._update += float(update.double().square().sum())
-            self._applied += float(applied.double().square().sum())
-            yield name, rounded
-
-    @property
-    def relative_error(self) -> float:
-        """|rounded update - update| / |update| over all weights; 0 while the update is zero."""
-        return (self._lost / self._update) ** 0.5 if self._update else 0.0
-
-    @property
-    def digest(self) -> str:
-        """Changes when what the engine gets changes."""
-        return f"full-{self._applied!r}"
+            before = start[name].float()
+            yield name, before, weight.float() - before, weight.to(start[name].dtype)
 
 
 def check_saved(folder: Path) -> None:

@@ -11,34 +11,49 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
 
-class MergedWeights:
-    """Iterates over (name in the base model, merged weight) of every adapted layer; afterwards `relative_error` is known."""
+class RoundedWeights:
+    """Iterates over (name, weight as the engine gets it); afterwards `relative_error` is known. Subclasses say what the weights are."""
 
-    def __init__(self, model: PeftModel):
-        self._model = model
+    def __init__(self) -> None:
         self._lost = self._update = self._applied = 0.0
+
+    def changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(name, weight before any update, its update, both in float32; weight as the engine gets it) of every layer."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._lost = self._update = self._applied = 0.0
-        for name, layer in self._model.get_base_model().named_modules():
-            if not isinstance(layer, LoraLayer):
-                continue
-            base = layer.get_base_layer().weight
-            update = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
-            merged = (base.float() + update).to(base.dtype)
-            applied = merged.float() - base.float()
+        for name, before, update, rounded in self.changes():
+            applied = rounded.float() - before
             self._lost += float((applied - update).double().square().sum())
             self._update += float(update.double().square().sum())
             self._applied += float(applied.double().square().sum())
-            yield f"{name}.weight", merged
+            yield name, rounded
 
     @property
     def relative_error(self) -> float:
-        """|what the merged weights changed - the adapter's update| / |update|, over all layers; 0 while the update is zero."""
+        """|what the engine's weights changed - the update| / |update|, over all layers; 0 while the update is zero."""
         return (self._lost / self._update) ** 0.5 if self._update else 0.0
 
     @property
     def digest(self) -> str:
-        """Changes when what was merged changes."""
+        """Changes when what the engine gets changes."""
         return f"merged-{self._applied!r}"
+
+
+class MergedWeights(RoundedWeights):
+    """Every adapted layer by its name in the base model, merged."""
+
+    def __init__(self, model: PeftModel):
+        super().__init__()
+        self._model = model
+
+    def changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for name, layer in self._model.get_base_model().named_modules():
+            if not isinstance(layer, LoraLayer):
+                continue
+            base = layer.get_base_layer().weight
+            before = base.float()
+            update = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
+            yield f"{name}.weight", before, update, (before + update).to(base.dtype)

@@ -148,9 +148,8 @@ class VLLMEngine:
             if not self._lora_enabled:
                 raise RuntimeError(f"adapter_dir={adapter_dir} cannot be served: the engine was built without LoRA")
             with ThreadPoolExecutor(1) as pool:
-                hashing = pool.submit(
-                    sha256_file, Path(adapter_dir) / WEIGHTS
-                )  # beside the check and the load, which read the same file
+                # beside the check and the load, which read the same file
+                hashing = pool.submit(sha256_file, Path(adapter_dir) / WEIGHTS)
                 norm = adapter_norm(adapter_dir)
                 if self._lora_request is not None:
                     self._llm.llm_engine.remove_lora(self._lora_request.lora_int_id)

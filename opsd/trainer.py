@@ -59,9 +59,8 @@ class OPSDTrainer(Trainer):
         self._frozen = None if adapted else frozen_copy(model, dtype)
         self._tap = HiddenTap(model.get_base_model(), None) if adapted else HiddenTap(model, dtype)
         if not adapted and args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = (
-                False  # DDP would miss the output projection's gradient, which comes from the loss
-            )
+            # looking for unused weights, DDP would miss the output projection's gradient, which comes from the loss
+            args.ddp_find_unused_parameters = False
         super().__init__(
             model=model,
             args=args,
