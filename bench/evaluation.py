@@ -18,14 +18,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.reference import COPY_BYTES_PER_S, WEIGHT_BYTES
 from opsd.runinfo import exit_on_bad_input, git_state, hardware, package_versions, read_jsonl, write_json
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
-WEIGHT_BYTES = 3.44e9  # bf16 weights of the shape that a decode step reads
 KV_BYTES = 114_688  # of one token in bf16
-COPY_BYTES_PER_S = 4.18e12  # measured copy bandwidth of one H200
 PROMPT_TOKENS = 200
 VARIANTS = {
     "CUDA graphs": ([], KV_BYTES),

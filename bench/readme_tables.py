@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.reference import STUDENT_PROMPT, TEACHER_PROMPT
 from opsd.eval_output import table
 from opsd.ledger import sweep_table
 from opsd.runinfo import exit_on_bad_input, read_json, read_jsonl, write_text
@@ -63,7 +64,6 @@ def shape_run_block(results: Path) -> str:
     return "\n".join(lines) + f"\n\n{', then '.join(f'`{c}`' for c in commands)}, data in `results/seed_at_shape/`."
 
 
-GROWTH_STUDENT_PROMPT, GROWTH_TEACHER_PROMPT = 200, 600  # tokens, as bench/step.py makes them
 STEP_PARTS = {
     "step": "32 rollouts, one step",
     "micro": "4 sequences, teacher prompts of 3,000 to 8,000",
@@ -96,7 +96,7 @@ def growth_sentence(rows: list[dict]) -> str:
     """How time grows with completion length: a time per token and one per pair of tokens that attend, fitted to relative errors."""
     tokens, pairs, seconds = [], [], np.array([row["seconds"] for row in rows])
     for row in rows:
-        lengths = [row["completion"] + prompt for prompt in (GROWTH_STUDENT_PROMPT, GROWTH_TEACHER_PROMPT)]
+        lengths = [row["completion"] + prompt for prompt in (STUDENT_PROMPT, TEACHER_PROMPT)]
         tokens.append(row["micro_batch"] * sum(lengths))
         pairs.append(row["micro_batch"] * sum(length**2 / 2 for length in lengths))
     columns = np.stack([tokens, pairs], axis=1) / seconds[:, None]

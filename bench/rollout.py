@@ -15,13 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+from bench.reference import COPY_BYTES_PER_S, TARGETS, WEIGHT_BYTES
 from opsd.runinfo import exit_on_bad_input, git_state, hardware, library_environment, package_versions, write_json
 
 logger = logging.getLogger(__name__)
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-WEIGHT_BYTES = 3.44e9  # bf16 weights of the shape that a decode step reads
-COPY_BYTES_PER_S = 4.18e12  # measured copy bandwidth of one H200
 ENGINES = {
     "inproc": {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "options": {}},
     "process": {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "options": {}},
@@ -50,7 +48,7 @@ def write_adapter(folder: Path, model_path: Path, scale: float) -> Path:
     with torch.device("cuda"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=torch.bfloat16)
         torch.manual_seed(0)
-        model = get_peft_model(base, LoraConfig(r=64, lora_alpha=128, target_modules=MODULES))
+        model = get_peft_model(base, LoraConfig(r=64, lora_alpha=128, target_modules=list(TARGETS)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -77,7 +75,7 @@ def measure(shape: Path, engine_name: str, sequences: int, new_tokens: int, logp
         max_num_seqs=sequences,
         gpu_memory_utilization=0.3,
         max_lora_rank=64,
-        lora_targets=MODULES,
+        lora_targets=list(TARGETS),
         with_logps=logps,
         tuning=TUNING,
         **ENGINES[engine_name]["options"],

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import Qwen3Config
 
 from bench.readme_tables import ROOT, fill
+from bench.reference import TARGETS
 from opsd.eval_estimate import GIB, kv_bytes_per_token
 from opsd.memory import CONTEXT, MARGIN, StepShape, Student, training_items
 from opsd.runinfo import exit_on_bad_input, read_json, write_text
@@ -20,7 +21,6 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 GPUS = 4
 ROLLOUTS = 32
 STEP = StepShape(sequences=8, rollouts=ROLLOUTS // GPUS, prompt_tokens=512, completion_tokens=1024)
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # name -> hidden size, feed-forward size, layers, attention heads, whether embedding and output projection are one matrix
 SHAPES = {
     "Qwen3-1.7B": (2048, 6144, 28, 16, True),

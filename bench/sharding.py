@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.reference import TARGETS
 from opsd.runinfo import exit_on_bad_input, git_state, hardware, package_versions, read_jsonl, write_json
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # mode -> file in accelerate_configs/; ddp of one process is single
 CONFIGS = {"ddp": "single", "zero2": "zero2", "fsdp2": "fsdp2"}
 COLUMNS = ("time/train_s", "time/adapter_save_s", "memory/peak_gib", "loss/objective")
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class MadeUpEngine:
@@ -71,7 +71,7 @@ def measure(mode: str, shape: Path, folder: Path, steps: int) -> dict:
     flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
     config = ROOT / "accelerate_configs" / f"{CONFIGS[mode]}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "1"]
-    command += ["-m", "bench.sharding", "--worker", *flags, "--lora_target_modules", *MODULES]
+    command += ["-m", "bench.sharding", "--worker", *flags, "--lora_target_modules", *TARGETS]
     subprocess.run(command, check=True, cwd=ROOT)
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "time/train_s" in row]
     best = min(rows[1:], key=lambda row: row["time/train_s"])

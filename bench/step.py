@@ -15,6 +15,7 @@ import os
 import time
 from pathlib import Path
 
+from bench.reference import STUDENT_PROMPT, TARGETS, TEACHER_PROMPT
 from opsd.runinfo import exit_on_bad_input, git_state, hardware, library_environment, package_versions, write_json
 
 for key, value in library_environment(os.cpu_count()).items():
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 MATMUL_FLOPS = 780e12  # measured bf16 rate of one H200 at these shapes
 GROWTH_SEQUENCES = 16  # with fewer, short completions are bound by launches and not by tokens
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BETA, CLIP, TEMPERATURE = 0.0, 0.05, 1.1
 
 
@@ -52,7 +52,7 @@ def make_trainer(shape: Path, *, packed: bool, recompute: bool, fast: bool = Tru
     arguments = (
         f"--model_name_or_path {shape / 'model'} --train_file {shape / 'train.jsonl'} --output_dir {shape / 'bench'} --dtype bfloat16 "
         f"--max_steps 1 --save_strategy no --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --use_peft true --lora_r 64 "
-        f"--lora_alpha 128 --lora_dropout 0 --lora_target_modules {' '.join(MODULES)} --learning_rate 1e-5 --beta {BETA} "
+        f"--lora_alpha 128 --lora_dropout 0 --lora_target_modules {' '.join(TARGETS)} --learning_rate 1e-5 --beta {BETA} "
         f"--entry_clip {CLIP} --temperature {TEMPERATURE} --distill_temperature {TEMPERATURE} --top_p 0.95 --top_k 20 "
         f"--gradient_checkpointing {str(recompute).lower()} --use_liger_kernel {str(fast).lower()}"
     )
@@ -159,13 +159,14 @@ def measured(trainer: OPSDTrainer, batches: list[MicroBatch], recompute: bool, m
 
 def measure_ours(trainer: OPSDTrainer, parts: list[str], recompute: bool):
     """Yields the rows of the packed variant."""
+    prompts = (STUDENT_PROMPT, STUDENT_PROMPT), (TEACHER_PROMPT, TEACHER_PROMPT)
     if "step" in parts:
         for size in (4, 8, 16):
-            batches = [make_batch(size, (200, 200), (600, 600), 1024, seed) for seed in range(32 // size)]
+            batches = [make_batch(size, *prompts, 1024, seed) for seed in range(32 // size)]
             yield {"part": "step", "variant": "ours", "micro_batch": size, **measured(trainer, batches, recompute)}
     if "growth" in parts and recompute:
         for completion in (512, 1024, 2048, 4096, 8192):
-            batches = [make_batch(GROWTH_SEQUENCES, (200, 200), (600, 600), completion)]
+            batches = [make_batch(GROWTH_SEQUENCES, *prompts, completion)]
             row = measured(trainer, batches, recompute)
             row["us_per_token"] = 1e6 * row["seconds"] / batches[0].input_tokens
             yield {

@@ -16,7 +16,7 @@ from random_qwen3 import save_adapter, save_model, save_tokenizer
 import eval_aime
 from opsd.eval_args import expand_adapters, parse_eval_args, regime_hash
 from opsd.eval_setup import lora_targets
-from opsd.runinfo import read_jsonl
+from opsd.runinfo import read_json, read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--max_new_tokens", "24", "--samples_per_problem", "4"]
@@ -106,6 +106,19 @@ def read_outs(folder: Path, capsys) -> None:
         assert path == folder / "checkpoint-2" / f"{form}.json" and "problems" in path.read_text()
     eval_aime.main(["--regrade", str(folder / "checkpoint-2" / "samples.jsonl"), "--report", "false"])
     assert "avg@4" in capsys.readouterr().out
+    policy = [
+        "anywhere",
+        "anywhere",
+        "after_think",
+        "after_think",
+    ]  # given, kept, given in the parser's other spelling, kept
+    for flags, expected in zip(
+        ([f"--box_policy={policy[0]}"], [], ["--box-policy", policy[2]], []), policy, strict=True
+    ):
+        samples = str(folder / "checkpoint-2" / "samples.jsonl")
+        eval_aime.main(["--regrade", samples, "--report", "false", *flags])
+        assert read_json(folder / "checkpoint-2" / "manifest.json")["regime"]["box_policy"] == expected
+    eval_aime.main(["--regrade", samples, "--report", "false", "--box_policy", "outside_unfinished_think"])
     refused(["--table", one, str(folder / "checkpoint-2" / "manifest.json")], "has schema='opsd-eval-manifest/1'")
     refused(["--table", str(folder / "nowhere.json")], "nowhere.json does not exist")
     refused(["--table", str(folder)], "result.json does not exist")
