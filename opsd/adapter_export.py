@@ -12,7 +12,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from opsd.adapter import WEIGHTS
-from opsd.sharding import whole_named
+from opsd.sharding import whole_matrices
 from opsd.teacher_load import ADAPTER
 
 
@@ -27,8 +27,7 @@ class AdapterExport:
 
     def write(self, folder: Path) -> None:
         """Fills `folder`, this process's own; every process has to take part, because shards are gathered."""
-        parameters = ((name, p) for name, p in self._model.named_parameters() if ".lora_" in name)
-        for name, tensor in whole_named(parameters):
+        for name, tensor in whole_matrices(self._model):
             if name not in self._buffers:
                 self._buffers[name] = torch.empty(tensor.shape, dtype=self._dtype, pin_memory=tensor.is_cuda)
             self._buffers[name].copy_(tensor, non_blocking=True)

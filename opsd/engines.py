@@ -5,7 +5,7 @@ import torch
 from opsd.adapter import plain_names
 from opsd.args import OPSDConfig
 from opsd.eval_estimate import linear_shapes
-from opsd.full_weights import sampling_dtype
+from opsd.full_weights import samples_in_bfloat16, sampling_dtype
 from opsd.memory import Engine, Plan, StepShape, Student, free_gpu_bytes, make_plan
 from opsd.method_args import is_address
 from opsd.model import load_config
@@ -81,7 +81,7 @@ def plan_memory(args: OPSDConfig, model_args, config, *, prompt_tokens: int) -> 
     student = Student.of(
         config,
         weight_bytes=weight_bytes,
-        compute_bytes=2 if args.bf16 and not model_args.use_peft else weight_bytes,
+        compute_bytes=2 if samples_in_bfloat16(model_args.use_peft, args.bf16) else weight_bytes,
         logit_bytes=getattr(torch, args.logits_dtype).itemsize,
         lora_rank=model_args.lora_r if model_args.use_peft else None,
         lora_targets=model_args.lora_target_modules,

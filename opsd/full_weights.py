@@ -39,9 +39,14 @@ def check_full(args, model_args, mode: str) -> None:
         raise ValueError(f"use_peft=false is not possible with {mode}: the engine needs whole weights; use ddp")
 
 
+def samples_in_bfloat16(adapted: bool, bf16: bool) -> bool:
+    """Whether engine, teacher and output projection compute in less than the trained weights: when all train under autocast."""
+    return bf16 and not adapted
+
+
 def sampling_dtype(model: PreTrainedModel | PeftModel, bf16: bool) -> torch.dtype:
-    """What engine, teacher and output projection compute in: the model's dtype, or bfloat16 when all weights train under autocast."""
-    return torch.bfloat16 if bf16 and not isinstance(model, PeftModel) else model.dtype
+    """What engine, teacher and output projection compute in."""
+    return torch.bfloat16 if samples_in_bfloat16(isinstance(model, PeftModel), bf16) else model.dtype
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from opsd.args import EvalRegime
+from opsd.full_weights import samples_in_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ class Handoff:
         self._script = script
         self._output_dir = output_dir
         self._base, self._adapted = model_args.model_name_or_path, model_args.use_peft
-        dtype = model_args.dtype if self._adapted or not bf16 else "bfloat16"  # as rollouts are sampled
+        dtype = "bfloat16" if samples_in_bfloat16(self._adapted, bf16) else model_args.dtype  # as rollouts are sampled
         self._command = ["--benchmark", handoff.eval_benchmark or "aime24", "--dtype", dtype or "auto"]
         if handoff.eval_max_problems is not None:
             self._command += ["--max_problems", str(handoff.eval_max_problems)]

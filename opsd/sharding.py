@@ -122,15 +122,14 @@ def whole_named(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
         yield name, whole(tensor.detach())
 
 
-def whole_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter's full matrices on the CPU by parameter name, on every process."""
-    named = ((name, p) for name, p in model.named_parameters() if ".lora_" in name)
-    return {name: tensor.cpu() for name, tensor in whole_named(named)}
+def whole_matrices(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapter's full matrices by parameter name, one at a time, on every process."""
+    return whole_named((name, p) for name, p in model.named_parameters() if ".lora_" in name)
 
 
 def save_from_all(trainer, folder: str | None) -> None:
     """The trainer's `save_model`: gathers the adapter on every process, not the base, and has the first one write it."""
-    state = whole_adapter(trainer.model)
+    state = {name: tensor.cpu() for name, tensor in whole_matrices(trainer.model)}
     if trainer.args.should_save:
         trainer._save(folder, state_dict=state)
 
