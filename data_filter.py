@@ -10,13 +10,14 @@ import logging
 from pathlib import Path
 
 from opsd.benchmarks import load_benchmark
+from opsd.entry import exit_on_bad_input
 from opsd.filter_output import AfterFilter, write_rows
 from opsd.filter_report import LengthHistogram, table
 from opsd.filters import FilterRules, read_pass_rates
 from opsd.overlap import BenchmarkIndex
 from opsd.row_filter import RowFilter, kept_rows
 from opsd.rows import iter_rows
-from opsd.runinfo import exit_on_bad_input, sha256_file, write_json
+from opsd.runinfo import sha256_file, write_json
 
 NEEDS = {
     "benchmark_overlap": "benchmark",

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-from opsd.runinfo import exit_on_bad_input, hardware, library_environment, log_to_stderr
+from opsd.entry import exit_on_bad_input, library_environment, log_to_stderr
+from opsd.runinfo import hardware
 
 for key, value in library_environment(os.cpu_count()).items():
     os.environ.setdefault(key, value)

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from opsd.runinfo import exit_on_bad_input, library_environment
+from opsd.entry import exit_on_bad_input, library_environment
 
 for key, value in library_environment(os.cpu_count()).items():
     os.environ.setdefault(key, value)

@@ -16,8 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+from opsd.entry import exit_on_bad_input
 from opsd.ledger import Run, append_to_ledger, mean_costs, paired, score, summarise, sweep_table, write_sweep
-from opsd.runinfo import exit_on_bad_input, read_json
+from opsd.runinfo import read_json
 from opsd.sweep_plan import command_of, plan
 
 ROOT = Path(__file__).resolve().parent

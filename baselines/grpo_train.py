@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from opsd.runinfo import exit_on_bad_input, library_environment
+from opsd.entry import exit_on_bad_input, library_environment
 
 for key, value in library_environment(os.cpu_count()).items():
     os.environ.setdefault(key, value)

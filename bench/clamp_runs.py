@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from opsd.runinfo import exit_on_bad_input, read_jsonl, write_json
+from opsd.entry import exit_on_bad_input
+from opsd.runinfo import read_jsonl, write_json
 
 SERIES = {
     "objective": "loss/objective",

@@ -23,12 +23,13 @@ from bench.clamp_tokens import CLIP, CLIPS, bins, measure_tokens, select, summar
 from opsd.args import DataArgs
 from opsd.data import load_rows
 from opsd.divergence import divergence_entries
+from opsd.entry import exit_on_bad_input
 from opsd.fused_divergence import closed_form
 from opsd.model import end_token_ids, load_tokenizer
 from opsd.prompts import render_ids, student_messages, teacher_messages
 from opsd.rollout import SamplingSettings, derive_seed
 from opsd.rollout_transformers import TransformersEngine
-from opsd.runinfo import exit_on_bad_input, git_state, package_versions, sha256_file, write_json
+from opsd.runinfo import git_state, package_versions, sha256_file, write_json
 
 POSITIONS = (0, 1, 2, 4, 8, 16, 32, 64, 128, math.inf)
 CERTAINTY = (0.0, 0.5, 0.9, 0.99, 1.0 + 1e-6)  # the teacher's largest probability

@@ -10,15 +10,8 @@ import logging
 import os
 from pathlib import Path
 
-from opsd.runinfo import (
-    exit_on_bad_input,
-    git_state,
-    library_environment,
-    package_versions,
-    read_json,
-    read_jsonl,
-    write_json,
-)
+from opsd.entry import exit_on_bad_input, library_environment
+from opsd.runinfo import git_state, package_versions, read_json, read_jsonl, write_json
 
 for key, value in library_environment(os.cpu_count()).items():
     os.environ.setdefault(key, value)

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.reference import STUDENT_PROMPT, TEACHER_PROMPT
+from opsd.entry import exit_on_bad_input
 from opsd.eval_output import table
 from opsd.ledger import sweep_table
-from opsd.runinfo import exit_on_bad_input, read_json, read_jsonl, write_text
+from opsd.runinfo import read_json, read_jsonl, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from bench.reference import COPY_BYTES_PER_S, TARGETS, WEIGHT_BYTES
-from opsd.runinfo import exit_on_bad_input, git_state, hardware, library_environment, package_versions, write_json
+from opsd.entry import exit_on_bad_input, library_environment
+from opsd.runinfo import git_state, hardware, package_versions, write_json
 
 logger = logging.getLogger(__name__)
 

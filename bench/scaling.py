@@ -13,9 +13,10 @@ from transformers import Qwen3Config
 
 from bench.readme_tables import ROOT, fill
 from bench.reference import TARGETS
+from opsd.entry import exit_on_bad_input
 from opsd.eval_estimate import GIB, kv_bytes_per_token
 from opsd.memory import CONTEXT, MARGIN, StepShape, Student, training_items
-from opsd.runinfo import exit_on_bad_input, read_json, write_text
+from opsd.runinfo import read_json, write_text
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 GPUS = 4

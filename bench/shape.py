@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from opsd.runinfo import exit_on_bad_input, write_jsonl
+from opsd.entry import exit_on_bad_input
+from opsd.runinfo import write_jsonl
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from bench.reference import TARGETS
-from opsd.runinfo import exit_on_bad_input, git_state, hardware, package_versions, read_jsonl, write_json
+from opsd.entry import exit_on_bad_input
+from opsd.runinfo import git_state, hardware, package_versions, read_jsonl, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from bench.reference import STUDENT_PROMPT, TARGETS, TEACHER_PROMPT
-from opsd.runinfo import exit_on_bad_input, git_state, hardware, library_environment, package_versions, write_json
+from opsd.entry import exit_on_bad_input, library_environment
+from opsd.runinfo import git_state, hardware, package_versions, write_json
 
 for key, value in library_environment(os.cpu_count()).items():
     os.environ.setdefault(key, value)

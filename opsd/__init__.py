@@ -17,5 +17,5 @@ Evaluation:     grading.py grading_worker.py benchmarks.py evaluation.py majorit
                 comparison_text.py report.py report_html.py report_figures.py
 Launcher:       recipe.py processes.py launch.py accelerate_launch.py pins.py
 Sweeps:         ledger.py sweep_plan.py
-What a run leaves behind: runinfo.py
+Every program:  entry.py runinfo.py
 """

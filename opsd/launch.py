@@ -16,9 +16,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from opsd import recipe
+from opsd.entry import exit_on_bad_input
 from opsd.processes import ROOT, config_path, count, host_flags, visible_gpus
 from opsd.recipe import Names, Setting
-from opsd.runinfo import exit_on_bad_input
 
 LAUNCHER = ROOT / "train_capped.sh"
 DEFAULT_RECIPE = "recipe.env"

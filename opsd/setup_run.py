@@ -12,9 +12,10 @@ from opsd.attention import NAME as VARLEN
 from opsd.attention import supports_packing
 from opsd.batch import Layout
 from opsd.engines import build_engine, check_engine, plan_memory
+from opsd.entry import log_to_stderr
 from opsd.memory import announce
 from opsd.model import end_token_ids, load_config, load_student
-from opsd.runinfo import git_state, hardware, log_to_stderr, package_versions, write_json, write_text
+from opsd.runinfo import git_state, hardware, package_versions, write_json, write_text
 from opsd.speed import choose_liger, drop_input_casts, fuse_adapters
 from opsd.trainer import OPSDTrainer
 

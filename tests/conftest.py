@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from opsd.runinfo import library_environment
+from opsd.entry import library_environment
 
 for name in [name for name in os.environ if name.startswith("OPSD_")]:
     del os.environ[name]

@@ -11,8 +11,8 @@ from accelerate import state
 import opsd_train
 from opsd import setup_run
 from opsd.adapter import check_adapter
+from opsd.entry import exit_on_bad_input
 from opsd.rollout import Rollout, in_order
-from opsd.runinfo import exit_on_bad_input
 
 
 class SeededEngine:

@@ -32,8 +32,8 @@ import eval_aime
 import opsd_train
 from opsd import launch
 from opsd.args import DataArgs, EvalRegime, HandoffArgs, OPSDConfig, own_fields
+from opsd.entry import exit_on_bad_input
 from opsd.eval_args import EvalArgs
-from opsd.runinfo import exit_on_bad_input
 
 ROOT = Path(opsd_train.__file__).parent
 SECONDS = 10

@@ -12,9 +12,10 @@ from trl import GRPOConfig, SFTConfig
 from baselines import grpo_train, sft_train
 from baselines.common import load, parse, prepare, read_rows, sequences_per_step, within
 from opsd.adapter import check_adapter
+from opsd.entry import library_environment
 from opsd.prompts import render_ids, student_messages
 from opsd.recipe import read_caps
-from opsd.runinfo import library_environment, read_jsonl
+from opsd.runinfo import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes" / "baselines").glob("*.yaml"))

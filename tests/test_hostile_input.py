@@ -16,10 +16,10 @@ from test_bad_input import refusal
 import data_filter
 import opsd_train
 from opsd import launch
+from opsd.entry import library_environment, printable
 from opsd.model import load_base
 from opsd.recipe import Names, read_recipe
 from opsd.report_html import completion
-from opsd.runinfo import library_environment, printable
 from opsd.server_process import server_command
 
 ROOT = Path(opsd_train.__file__).parent

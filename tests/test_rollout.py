@@ -242,7 +242,7 @@ def test_streams_are_collected_whole():
 
 TWO = """
 import json, os, sys
-from opsd.runinfo import library_environment
+from opsd.entry import library_environment
 for key, value in library_environment(1).items():
     os.environ.setdefault(key, value)
 import torch

@@ -15,10 +15,10 @@ import opsd.rollout_server
 import opsd.server_process
 import opsd.vllm_client
 from opsd.canary import Canary
+from opsd.entry import library_environment
 from opsd.model import load_config
 from opsd.rollout import EngineDied, SamplingSettings
 from opsd.rollout_server import ServerEngine
-from opsd.runinfo import library_environment
 from opsd.server_process import StartedServer, server_command, start_server
 from opsd.teacher_server import TeacherServer
 

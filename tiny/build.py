@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from opsd.runinfo import exit_on_bad_input, git_state, hardware, package_versions, write_json, write_text
+from opsd.entry import exit_on_bad_input
+from opsd.runinfo import git_state, hardware, package_versions, write_json, write_text
 from tiny import measure, muon, pretrain, tokenizer, world
 
 logger = logging.getLogger(__name__)

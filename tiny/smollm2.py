@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from opsd.runinfo import exit_on_bad_input
+from opsd.entry import exit_on_bad_input
 
 logger = logging.getLogger(__name__)
 

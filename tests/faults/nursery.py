@@ -54,7 +54,7 @@ def child(request: dict) -> int:
     operations = FileOperations(request["folder"], request["fatal"], request["signal"])
     sys.addaudithook(operations)
     sys.argv = [request["entry"] + ".py", *request["arguments"]]
-    from opsd.runinfo import exit_on_bad_input
+    from opsd.entry import exit_on_bad_input
 
     try:
         exit_on_bad_input(importlib.import_module(request["entry"]).main)
@@ -86,7 +86,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    from opsd.runinfo import library_environment
+    from opsd.entry import library_environment
 
     for key, value in library_environment(1).items():
         os.environ.setdefault(key, value)
