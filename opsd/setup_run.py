@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import torch
+from transformers import Trainer
 
 from opsd.args import OPSDConfig
 from opsd.attention import NAME as VARLEN
@@ -95,6 +96,7 @@ def build_trainer(
         seed=args.seed,
         device=args.device,
     )
+    check_optimizer(args, model)
     if args.bf16 and model_args.use_peft:
         drop_input_casts(model)
     choose_liger(args, config.get_text_config().model_type)
@@ -116,6 +118,16 @@ def build_trainer(
     if args.bf16 and model_args.use_peft and whole and model.dtype == torch.bfloat16:
         fuse_adapters(model)
     return trainer
+
+
+def check_optimizer(args: OPSDConfig, model) -> None:
+    """Raises ValueError when the optimizer lives in a package that is not installed."""
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args, model)
+    except ImportError as error:
+        raise ValueError(
+            f"optim={args.optim.value} needs a package that is not installed, or another optim: {error}"
+        ) from error
 
 
 def allocated_bytes() -> int:

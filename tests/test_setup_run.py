@@ -1,5 +1,6 @@
 """Between arguments and the first step: the layout, what the plan decides about sleeping, and the run's record."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoConfig, Gemma2Config
 
 from opsd.args import OPSDConfig
 from opsd.engines import plan_memory
-from opsd.setup_run import choose_layout
+from opsd.setup_run import check_optimizer, choose_layout
 
 
 def arguments(**options) -> OPSDConfig:
@@ -40,6 +41,14 @@ def test_without_a_gpu_no_engine_sleeps(config, vllm_sleep):
     model_args = SimpleNamespace(use_peft=True, dtype="float32", lora_r=4, lora_target_modules=["q_proj"])
     plan, free = plan_memory(arguments(vllm_sleep=vllm_sleep), model_args, config, prompt_tokens=8)
     assert (plan.sleep, free) == (False, None)
+
+
+def test_an_optimizer_of_a_missing_package_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lomo_optim", None)
+    model = torch.nn.Linear(2, 2)
+    check_optimizer(arguments(optim="adamw_torch"), model)
+    with pytest.raises(ValueError, match="optim=lomo needs a package that is not installed"):
+        check_optimizer(arguments(optim="lomo"), model)
 
 
 def test_vllm_sleep_has_three_values():
