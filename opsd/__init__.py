@@ -1,7 +1,7 @@
 """On-policy self-distillation. The package re-exports nothing; this is its reading order.
 
 Start here:     args.py method_args.py loop_args.py prompts.py
-Rows:           rows.py filters.py row_filter.py answer_shape.py answer_text.py overlap.py reweight.py filter_output.py
+Rows:           rows.py filters.py row_filter.py answer_shape.py answer_spelling.py answer_text.py overlap.py reweight.py filter_output.py
                 filter_report.py data.py
 Rollouts:       rollout.py canary.py rollout_transformers.py rollout_server.py vllm_client.py server_process.py adapter.py
                 adapter_export.py merged_sync.py engines.py

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 
-from opsd import answer_shape, answer_text
+from opsd import answer_shape, answer_spelling, answer_text
 from opsd.grading_worker import WORKER
 
 BOX_POLICIES = {
@@ -25,7 +25,7 @@ BOX_POLICIES = {
 }
 DEFAULT_BOX_POLICY = "outside_unfinished_think"
 MAX_ANSWER_CHARS = 2000  # a longer boxed answer is compared as a string only
-RULES_VERSION = 2  # raise when a rule changes: results with different rules are not comparable
+RULES_VERSION = 3  # raise when a rule changes: results with different rules are not comparable
 
 _THINK_TAG = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _BOX_TOKEN = re.compile(r"(\\{1,4}(?:boxed|fbox)(?![a-zA-Z])\s*)(\{)?|\\[\\{}]|[{}]")
@@ -81,35 +81,53 @@ def grade(
     return Grade(correct, extracted, reason, truncated)
 
 
-@lru_cache(maxsize=8192)
 def compare_answers(extracted: str, reference: str) -> tuple[bool, str]:
     """(equal, reason) for two answers without their boxes. Order matters: the model's answer, then the reference."""
     if len(extracted) > MAX_ANSWER_CHARS or len(reference) > MAX_ANSWER_CHARS:
         return (True, "string") if extracted == reference else (False, "too_large")
-    boxed_reference = extract_answer(reference) if "box" in reference else None
-    answer, gold = answer_text.normalise(extracted), answer_text.normalise(boxed_reference or reference)
+    return _compare(extracted, reference)
+
+
+@lru_cache(maxsize=8192)
+def _compare(extracted: str, reference: str) -> tuple[bool, str]:
+    written = extract_answer(reference) if "box" in reference else None
+    written = written or reference
+    answer, gold = answer_spelling.normalise(extracted), answer_spelling.normalise(written)
     if not answer:
         return False, "empty"
+    label = answer_text.choice_label(gold)
+    if label is None:
+        answer, gold = answer_text.without_label(answer), answer_text.without_label(gold)
     integer = answer_text.as_integer(gold)
-    # "70,110" may be one number or two, "10%" may be 10 or 0.1: another integer settles it, else keep both open.
-    ambiguous = ("," in gold or "%" in gold) and answer_text.as_integer(answer) is None
-    if integer is not None and not ambiguous:
-        return _compare_with_integer(answer, integer)
     if integer is not None:
+        verdict = _compare_with_integer(answer, integer)
+        # "70,110" may be one number or two, "10%" may be 10 or 0.1, until another integer settles it; "1,024" is one number
+        ambiguous = "%" in gold or ("," in gold and ",0" not in gold)
+        if verdict[0] or not ambiguous or answer_text.as_integer(answer) is not None:
+            return verdict
         gold = gold.replace(",", ", ")
     if answer_text.canonical(answer) == answer_text.canonical(gold):
         return True, "string"
-    if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}", gold):  # a time of day, which the LaTeX grammar reads as a ratio
-        return False, "string"
-    if answer_text.is_words(gold):
+    if answer_text.clock_time(gold):  # which the LaTeX grammar reads as a ratio
+        return answer_text.clock_time(answer) == answer_text.clock_time(gold), "string"
+    if "'" in gold or (len(gold) == 1 and gold.isalpha() and answer.isalpha()):
+        return False, "string"  # minutes of arc, which it multiplies with the degrees; one name, whose case matters
+    if answer_text.is_words(gold, written):
         return answer_text.as_words(answer) == answer_text.as_words(gold), "string"
-    label = answer_text.choice_label(gold)
-    if label is not None and answer_text.choice_label(answer) is not None:
-        return answer_text.choice_label(answer) == label, "string"
-    return _compare_expressions(answer, gold)
+    if label is not None:
+        given = answer_text.choice_label(answer)
+        if given is not None or re.search(r"\([A-J]\)", answer):
+            return given == label, "string"
+    verdict = _compare_expressions(answer, gold)
+    if not verdict[0] and "%" in answer + gold:  # 62.5 is what a question for a percentage wants to hear
+        answer, gold = (re.sub(r"\s*\\?%|\s*\\text\s*\{\s*percent\s*\}", "", text) for text in (answer, gold))
+        return _compare_expressions(answer, gold)
+    return verdict
 
 
 def _compare_with_integer(answer: str, integer: str) -> tuple[bool, str]:
+    if "mod" in answer:
+        answer = answer.replace(r"\equiv", "=")
     value = answer_text.as_integer(answer)
     if value is None and "=" in answer:
         answer = answer_shape.value_of_assignment(answer)
@@ -118,6 +136,7 @@ def _compare_with_integer(answer: str, integer: str) -> tuple[bool, str]:
         return value == integer, "int"
     if answer is not None and answer_text.is_decimal(answer):
         return False, "int"
+    answer = None if answer is None else answer_text.strip_unit(answer)
     if answer is None or not answer_shape.is_single_number(answer):
         return False, "not_a_number"
     if answer_shape.is_too_large(answer):
@@ -139,9 +158,15 @@ def _compare_expressions(answer: str, gold: str) -> tuple[bool, str]:
     if answer_shape.is_too_large(answer) or answer_shape.is_too_large(gold):
         return False, "too_large"
     gold_base, answer_base = answer_text.number_base(gold), answer_text.number_base(answer)
-    if gold_base or answer_base:
+    based = any(number and number[1] for number in (gold_base, answer_base))
+    if based or ((gold_base or answer_base) and answer_shape.has_letters(gold + answer)):
         # "4210" answers a question asked in base 5; another base, or a base nobody asked for, does not.
         return gold_base is not None and answer_base in (gold_base, (gold_base[0], None)), "string"
+    if answer_text.scale_words(answer) != answer_text.scale_words(gold):
+        return False, "string"
+    brackets = {answer_text.outer_bracket(text) for text in (answer, gold)}
+    if brackets == {"{", "("}:  # math-verify takes a set for a tuple
+        return False, "string"
     verdict = WORKER.compare(answer_text.strip_unit(gold), answer_text.strip_unit(answer), integer=False)
     return verdict.correct, verdict.reason
 
@@ -198,4 +223,4 @@ def _last_box(text: str) -> list[tuple[str | None, str]]:
     if end < 0:
         return [(None, "unterminated")]
     content = text[start:end].strip()
-    return [(content, "") if answer_text.normalise(content[:MAX_ANSWER_CHARS]) else (None, "empty")]
+    return [(content, "") if answer_spelling.normalise(content[:MAX_ANSWER_CHARS]) else (None, "empty")]

@@ -34,7 +34,10 @@ class Verdict:
 
 
 class GradingWorker:
-    """One child process, started when first needed and restarted after a kill; comparisons queue on a lock."""
+    """One child process, started when first needed and restarted after a kill.
+
+    Comparisons queue on a lock, so the last of n threads that ask for expensive ones waits for n of them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,9 +48,13 @@ class GradingWorker:
         """Compares two LaTeX strings; `integer` asks for the exact integer `gold` and nothing else."""
         request = json.dumps({"gold": gold, "answer": answer, "integer": integer}).encode() + b"\n"
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            reply = self._exchange(request, WALL_SECONDS)
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                reply = self._exchange(request, WALL_SECONDS)
+            except BaseException:  # the reply that still comes would be taken for the next comparison's
+                self._stop()
+                raise
             if reply is None:
                 self._stop()
                 return Verdict(False, "timeout")
@@ -131,6 +138,14 @@ def serve() -> None:
         )
         return found[0] if found else None
 
+    def one_name_each(*values) -> list:
+        """The values with one symbol a name, whatever the parser assumed about it; a lone "i" is the imaginary unit."""
+        symbols = {symbol for value in values if isinstance(value, sympy.Basic) for symbol in value.free_symbols}
+        meaning = {symbol: sympy.Symbol(symbol.name, real=True) for symbol in symbols}
+        if {symbol.name for symbol in symbols} == {"i"}:
+            meaning = dict.fromkeys(symbols, sympy.I)
+        return [value.xreplace(meaning) if isinstance(value, sympy.Basic) else value for value in values]
+
     def is_number(value) -> bool:
         return isinstance(value, sympy.Expr) and not value.free_symbols
 
@@ -138,6 +153,7 @@ def serve() -> None:
         return float(abs(sympy.N((a - b) / b, 20)))
 
     def same_integer(gold: str, answer) -> bool:
+        (answer,) = one_name_each(answer)
         if not is_number(answer):
             return False
         value, target = sympy.sympify(answer.doit()), sympy.Integer(gold)
@@ -145,16 +161,23 @@ def serve() -> None:
             return bool(sympy.Abs(sympy.N(value - target, 20)) <= sympy.Float("1e-12") * max(1, abs(target)))
         return (value - target).equals(0) is True
 
+    def verify(gold, answer) -> bool:
+        return math_verify.verify(
+            [gold], [answer], float_rounding=6, allow_set_relation_comp=True, timeout_seconds=None
+        )
+
     def same_expression(gold, answer) -> bool:
         if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq) and not gold.rhs.has(sympy.Set):
             if not gold.free_symbols or gold.free_symbols != answer.free_symbols:
                 return False
             ratio = sympy.simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
             return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
-        if not math_verify.verify(
-            [gold], [answer], float_rounding=6, allow_set_relation_comp=True, timeout_seconds=None
-        ):
-            return False
+        if not verify(gold, answer):
+            if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
+                return False
+            gold, answer = one_name_each(gold, answer)
+            if not verify(gold, answer):
+                return False
         # math-verify rounds to six decimals, so all tiny numbers look alike: ask for the same relative accuracy too.
         if is_number(gold) and is_number(answer) and not gold.has(sympy.UnevaluatedExpr, sympy.oo, -sympy.oo):
             exact = not (gold.has(sympy.Float) or answer.has(sympy.Float) or answer.has(sympy.UnevaluatedExpr))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from opsd import answer_text
+from opsd import answer_spelling, answer_text
 from opsd.grading import MAX_ANSWER_CHARS
 
 MAJORITY_SEED = 0
@@ -44,7 +44,7 @@ def _answer_class(sample: dict) -> str:
         return "correct"
     if sample["extracted"] is None:
         return "unanswered"
-    text = answer_text.normalise(sample["extracted"][:MAX_ANSWER_CHARS])
+    text = answer_spelling.normalise(sample["extracted"][:MAX_ANSWER_CHARS])
     return "wrong " + (answer_text.as_integer(text) or answer_text.canonical(text))
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from grading_cases import HUGE, RESPONSES, RIGHT_EXPRESSIONS, RIGHT_INTEGERS, WRONG_EXPRESSIONS, WRONG_INTEGERS
+from grading_variants import RIGHT_VARIANTS, WRONG_VARIANTS
 
 from opsd import answer_shape, answer_text, args
 from opsd.grading import (
     BOX_POLICIES,
     DEFAULT_BOX_POLICY,
+    _compare,
     compare_answers,
     extract_answer,
     grade,
@@ -39,13 +41,13 @@ def test_shared_examples():
     assert wrong == []
 
 
-@pytest.mark.parametrize(("answer", "gold"), RIGHT_INTEGERS + RIGHT_EXPRESSIONS)
+@pytest.mark.parametrize(("answer", "gold"), RIGHT_INTEGERS + RIGHT_EXPRESSIONS + RIGHT_VARIANTS)
 def test_equal_answers(answer, gold):
     verdict = grade(f"Thus $\\boxed{{{answer}}}$.", gold)
     assert verdict.correct, verdict
 
 
-@pytest.mark.parametrize(("answer", "gold"), WRONG_INTEGERS + WRONG_EXPRESSIONS)
+@pytest.mark.parametrize(("answer", "gold"), WRONG_INTEGERS + WRONG_EXPRESSIONS + WRONG_VARIANTS)
 def test_different_answers(answer, gold):
     verdict = grade(f"Thus $\\boxed{{{answer}}}$.", gold)
     assert not verdict.correct, verdict
@@ -84,6 +86,34 @@ def test_huge_responses_return_quickly(text):
     start = time.process_time()
     assert not is_correct(text, "45")
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("space", ["$", "\\,", "\\ ", "~", "\\quad "])
+def test_reading_an_answer_full_of_spaces_is_linear(space):
+    start = time.process_time()
+    assert not compare_answers("x=" + space * (1980 // len(space)) + "}", "\\frac12")[0]
+    assert time.process_time() - start < 2
+
+
+def test_long_answers_are_not_kept(monkeypatch):
+    before = _compare.cache_info().currsize
+    assert compare_answers("1" * 3000, "2") == (False, "too_large")
+    assert _compare.cache_info().currsize == before
+
+
+def test_an_interrupted_comparison_leaves_no_reply_for_the_next(monkeypatch):
+    worker = GradingWorker()
+    assert worker.compare("\\frac12", "\\frac24", integer=False).correct
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("opsd.grading_worker.select.select", interrupted)
+        worker.compare("\\frac12", "\\frac36", integer=False)
+    assert not worker.compare("\\frac12", "\\frac35", integer=False).correct
+    assert worker.compare("\\frac12", "\\frac48", integer=False).correct
+    worker.close()
 
 
 def test_expensive_answers_are_killed_from_any_thread_and_the_next_one_is_graded():
