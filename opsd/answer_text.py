@@ -28,6 +28,9 @@ _BASES = {
     "ten": "10",
 }
 _UNIT_LETTERS = frozenset("mgshdLlNJWVAKCF")  # of units that are one letter; any other letter is a name
+_MEASURES = frozenset(
+    "mm cm dm m km in ft yd mi mg g kg t ms s min h ml cl l".split()
+)  # symbols that say how large a unit is
 _PLAIN_UNIT = re.compile(r"[^\W\d_]{2,}(?:[. /-]+[^\W\d_]{2,})*\.?(?:\s?\^\s?\{?[23]\}?)?|m/s")
 _SCALES = "dozens?|hundreds?|thousands?|millions?|billions?|trillions?|quadrillions?|lakhs?|crores?|tenths?|hundredths?|thousandths?"
 _NOT_A_UNIT = re.compile(
@@ -93,6 +96,12 @@ def strip_unit(text: str) -> str:
             ):
                 return text[:start].rstrip()
     return text
+
+
+def measure_of(text: str) -> str | None:
+    r"""The unit of "5\text{ cm}^2" as "cm2", when it is a common symbol of measure; None for anything else."""
+    unit = re.sub(r"\\[a-z]+|[^a-zA-Z0-9]", "", text[len(strip_unit(text)) :])
+    return unit if unit.rstrip("23") in _MEASURES else None
 
 
 def canonical(text: str) -> str:

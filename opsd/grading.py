@@ -98,6 +98,9 @@ def _compare(extracted: str, reference: str) -> tuple[bool, str]:
     label = answer_text.choice_label(gold)
     if label is None:
         answer, gold = answer_text.without_label(answer), answer_text.without_label(gold)
+    measures = {answer_text.measure_of(answer), answer_text.measure_of(gold)}
+    if len(measures) == 2 and None not in measures:  # 5 cm are not 5 m
+        return False, "string"
     integer = answer_text.as_integer(gold)
     if integer is not None:
         verdict = _compare_with_integer(answer, integer)

@@ -1,6 +1,9 @@
 """Answers in rarer spellings, found by an adversarial reading of the grader: (answer, reference) pairs. Used by test_grading.py."""
 
 RIGHT_VARIANTS = [
+    ("5\\text{ cm}^2", "5\\,\\mathrm{cm}^2"),
+    ("5 cm", "5\\text{ cm}"),
+    ("5\\text{ centimeters}", "5\\text{ cm}"),
     ("{}80", "80"),
     ("1\\thinspace 234", "1234"),
     ("1{\\;}234", "1234"),
@@ -104,6 +107,9 @@ RIGHT_VARIANTS = [
     ("\\binom{10}{3}\\text{ ways}", "120"),
 ]
 WRONG_VARIANTS = [
+    ("5\\text{ cm}", "5\\text{ m}"),
+    ("5 cm", "5 mm"),
+    ("5\\text{ cm}^2", "5\\text{ cm}"),
     ("2, 16", "2,016"),
     ("42\\text{k}", "42"),
     ("42...", "42"),
