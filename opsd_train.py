@@ -36,8 +36,8 @@ def main(argv: list[str]) -> None:
     check_sharding(mode, args, model_args)
     check_full(args, model_args, mode)
 
-    from opsd.checkpoint import find_resume
     from opsd.handoff import Handoff
+    from opsd.resume import find_resume
     from opsd.setup_run import configure_logging, resolve_world
 
     configure_logging()
@@ -69,9 +69,10 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
     """
     from callbacks.guards import TrainingStopped
     from callbacks.weight_average import ADAPTER
-    from opsd.checkpoint import compare_runs, save_complete, staging_dir
+    from opsd.checkpoint import save_complete, staging_dir
     from opsd.data import load_training_examples
     from opsd.model import check_model_args, load_tokenizer
+    from opsd.resume import compare_runs
     from opsd.schedule import learning_rates, plot_learning_rates
     from opsd.setup_run import build_trainer, preview_prompts, run_record, write_run
     from opsd.teacher_load import check_teacher

@@ -10,7 +10,7 @@ Model inputs:   batch.py attention.py teacher.py teacher_load.py teacher_scores.
 Steps:          steps.py
 The loss:       divergence.py projection.py fused_divergence.py triton_divergence.py divergence_kernel.py sampled_token.py
                 token_weights.py objective.py
-Training:       memory.py checkpoint.py sharding.py schedule.py trainer.py setup_run.py handoff.py
+Training:       memory.py checkpoint.py resume.py sharding.py schedule.py trainer.py setup_run.py handoff.py
 Evaluation:     grading.py grading_worker.py benchmarks.py evaluation.py majority.py distributions.py paired_tests.py published.py
                 eval_args.py eval_setup.py eval_estimate.py eval_store.py eval_worker.py eval_pool.py eval_runner.py
                 eval_result.py eval_output.py eval_table.py comparison_side.py comparison_checks.py comparison.py

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent: written under a hidden name, listed in a manifest, fsynced and renamed in one step.
 
-Between trainer.py, which fills the folder, and opsd_train.py, which picks the one to go on from. A kill at any moment leaves the older
+Between trainer.py, which fills the folder, and resume.py, which picks the one to go on from. A kill at any moment leaves the older
 checkpoints as they were and at most a hidden folder that nobody reads and the next save removes. The manifest also names a checkpoint that
 was damaged later (a torn copy, a full disk). Nothing here, and nothing that transformers 5.17 does with these files, unpickles objects:
 the weights are safetensors, and optimizer, schedule and random states are read with `weights_only=True`.
@@ -29,14 +29,8 @@ REPLACED = ".replaced"
 ADAPTERS, LOCK = ".opsd-adapter-", ".lock"
 PICKLED_ARGUMENTS = "training_args.bin"  # transformers writes it, nobody reads it; run.json has the arguments as text
 STATE = "trainer_state.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
 LATEST, AUTO = "latest", "auto"
-MAY_CHANGE = (
-    "resume_from_checkpoint",
-    "output_dir",
-    "disable_tqdm",
-    "local_rank",
-)  # arguments that say nothing about the result
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def staging_dir(output_dir: Path) -> Path:
@@ -140,68 +134,6 @@ def newest_complete(output_dir: Path) -> Path | None:
             continue
         return path
     return None
-
-
-def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | None:
-    """The checkpoint to go on from, or None to start anew.
-
-    `wanted`: None starts a run and refuses a folder that has checkpoints already; `latest` is the newest complete one and an error without
-    one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a folder. One of more
-    than `max_steps` steps is refused.
-    """
-    if wanted is None:
-        present = checkpoints(output_dir)
-        if present:
-            raise ValueError(
-                f"output_dir={output_dir} holds {present[0].name} of an earlier run; go on with --resume_from_checkpoint {LATEST}, "
-                "or give another output_dir"
-            )
-        return None
-    if wanted not in (LATEST, AUTO):
-        return _within(Path(wanted), check_checkpoint(Path(wanted)), max_steps)
-    found = newest_complete(output_dir)
-    if found is None and wanted == LATEST:
-        raise ValueError(
-            f"resume_from_checkpoint={LATEST}: output_dir={output_dir} holds no complete checkpoint; remove the flag to start anew"
-        )
-    logger.info("resume_from_checkpoint=%s: %s", wanted, found or "no checkpoint yet, starting")
-    return found and _within(found, int(_NAME.fullmatch(found.name)[1]), max_steps)
-
-
-def _within(checkpoint: Path, step: int, max_steps: int) -> Path:
-    if step > max_steps:
-        raise ValueError(
-            f"max_steps={max_steps} is less than the {step} steps of checkpoint={checkpoint}; give {step} or more"
-        )
-    return checkpoint
-
-
-def compare_runs(run_json: Path, record: dict) -> dict[str, list]:
-    """Arguments of a resumed run that differ from those of its first part: name -> [then, now], each with a warning.
-
-    `record` is what the resumed run writes into run.json. Raises FileNotFoundError without the first part's file, and ValueError when the
-    base weights are others: the checkpoint would not belong to them.
-    """
-    if not run_json.is_file():
-        raise FileNotFoundError(f"file={run_json} does not exist; keep run.json beside the checkpoints of its run")
-    try:
-        previous = json.loads(run_json.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"file={run_json} is not JSON ({error}); put the first part's file back") from None
-    then, now = previous["base_sha256_before"], record["base_sha256_before"]
-    if then != now:
-        raise ValueError(
-            f"base_sha256={now[:12]} is not the {then[:12]} that the checkpoint was trained on; give the same "
-            "model_name_or_path, dtype, bf16 and use_peft"
-        )
-    changed = {}
-    for owner, arguments in record["arguments"].items():
-        for name, value in arguments.items():
-            old = previous["arguments"].get(owner, {}).get(name)
-            if old != value and name not in MAY_CHANGE:
-                logger.warning("%s=%s was %s in the first part of this run", name, value, old)
-                changed[name] = [old, value]
-    return changed
 
 
 def remove_old(output_dir: Path, limit: int | None) -> None:

@@ -4,6 +4,7 @@ Second step of the data flow, between `row_filter.py` and `trainer.py`. A prompt
 the row and counts it; it is never cut. The counts go to `run.json`.
 """
 
+import hashlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def load_training_examples(
             f"no row is left: all {len(rows)} prompts are too long ({counts['overlong']}); raise the limits"
         )
     counts["examples"] = len(fits)
+    counts["examples_sha256"] = _hash(columns, fits)
     for name, arrays in columns.items():
         counts[f"longest_{name}"] = max(len(arrays[index]) for index in fits)
     examples = {"example_id": [str(rows[index].number) for index in fits]}
@@ -138,6 +140,16 @@ def _token_arrays(tokenizer, messages: Iterator[list[dict]], **rendering) -> lis
     while batch := list(itertools.islice(messages, TOKENISE_ROWS)):
         arrays += [np.asarray(ids, np.int32) for ids in prompts.render_ids_batch(tokenizer, batch, **rendering)]
     return arrays
+
+
+def _hash(columns: dict[str, list[np.ndarray]], indices: list[int]) -> str:
+    """SHA-256 of the examples' token ids in their order: what a resumed run has to train on."""
+    digest = hashlib.sha256()
+    for name, arrays in columns.items():
+        digest.update(name.encode())
+        for index in indices:
+            digest.update(len(arrays[index]).to_bytes(8, "little") + arrays[index].astype("<i4").tobytes())
+    return digest.hexdigest()
 
 
 def _fitting(

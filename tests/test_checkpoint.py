@@ -11,12 +11,11 @@ from opsd.checkpoint import (
     check_checkpoint,
     checkpoints,
     claim_folder,
-    compare_runs,
-    find_resume,
     publish,
     remove_old,
     staging_dir,
 )
+from opsd.resume import compare_runs, find_resume
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +89,25 @@ def test_what_to_go_on_from(tmp_path, adapter):
     paths = [save(tmp_path, adapter, step) for step in (2, 10, 4)]
     assert checkpoints(tmp_path) == [paths[1], paths[2], paths[0]]  # by step, not by name or time
     assert find_resume(tmp_path, "latest", 100) == find_resume(tmp_path, "auto", 100) == paths[1]
-    assert find_resume(tmp_path, str(paths[0]), 100) == paths[0]
+    assert find_resume(tmp_path / "other", str(paths[0]), 100) == paths[0]
+    with pytest.raises(
+        ValueError, match="checkpoint-2 is followed by checkpoint-10 in output_dir=.*another output_dir"
+    ):
+        find_resume(tmp_path, str(paths[0]), 100)
     for wanted in ("latest", str(paths[1])):
         assert find_resume(tmp_path, wanted, 10) == paths[1]
         with pytest.raises(ValueError, match="max_steps=9 is less than the 10 steps of checkpoint=.*; give 10 or more"):
             find_resume(tmp_path, wanted, 9)
     with pytest.raises(ValueError, match="holds checkpoint-10 of an earlier run.*--resume_from_checkpoint latest"):
         find_resume(tmp_path, None, 100)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "dangling", "n" * 300])
+def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at all")
+    with pytest.raises(ValueError, match="output_dir=.* cannot be made .*give a folder"):
+        find_resume(tmp_path / name, None, 100)
 
 
 def test_a_step_that_is_trained_again_replaces_its_checkpoint(tmp_path, adapter):
@@ -118,7 +129,8 @@ def test_old_checkpoints_are_removed_by_step(tmp_path, adapter):
 
 
 def test_a_resumed_run_names_what_differs(tmp_path):
-    record = {"base_sha256_before": "a" * 64, "arguments": {"OPSDConfig": {"beta": 0.0, "output_dir": "x", "seed": 1}}}
+    record = {"data": {"examples_sha256": "c" * 64}}
+    record |= {"base_sha256_before": "a" * 64, "arguments": {"OPSDConfig": {"beta": 0.0, "output_dir": "x", "seed": 1}}}
     path = tmp_path / "run.json"
     with pytest.raises(FileNotFoundError, match="run.json"):
         compare_runs(path, record)
@@ -126,6 +138,8 @@ def test_a_resumed_run_names_what_differs(tmp_path):
     assert compare_runs(path, record) == {}
     changed = {"OPSDConfig": {"beta": 1.0, "output_dir": "y", "seed": 1}}
     assert compare_runs(path, record | {"arguments": changed}) == {"beta": [0.0, 1.0]}
+    other_rows = record | {"data": {"examples_sha256": "d" * 64}}
+    assert compare_runs(path, other_rows) == {"examples_sha256": ["c" * 64, "d" * 64]}
     with pytest.raises(ValueError, match="base_sha256=bbb.*same model_name_or_path"):
         compare_runs(path, record | {"base_sha256_before": "b" * 64})
 

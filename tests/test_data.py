@@ -75,6 +75,8 @@ def test_examples_hold_the_rendered_prompts_of_both_roles(tmp_path, tokenizer):
         teacher = prompts.teacher_messages(row["problem"], row["solution"])
         assert example["teacher_prompt_ids"] == prompts.render_ids(tokenizer, teacher, enable_thinking=True)
     assert counts["longest_prompt_ids"] == max(map(len, examples["prompt_ids"]))
+    other = load(tokenizer, write_rows(tmp_path / "other.jsonl", rows[::-1]))[1]
+    assert counts["examples_sha256"] != other["examples_sha256"]
 
 
 def test_privileged_text_reaches_the_teacher_only(tmp_path, tokenizer):

@@ -1,0 +1,103 @@
+"""What a run goes on from, and what may differ from its first part. Between opsd_train.py and checkpoint.py."""
+
+import json
+import logging
+from pathlib import Path
+
+from opsd.checkpoint import AUTO, LATEST, check_checkpoint, checkpoints, newest_complete
+
+logger = logging.getLogger(__name__)
+
+MAY_CHANGE = (
+    "resume_from_checkpoint",
+    "output_dir",
+    "disable_tqdm",
+    "local_rank",
+)  # arguments that say nothing about the result
+EXAMPLES_HASH = "examples_sha256"  # in the counts of data.py
+
+
+def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | None:
+    """The checkpoint to go on from, or None to start anew.
+
+    `wanted`: None starts a run and refuses a folder that has checkpoints already; `latest` is the newest complete one and an error without
+    one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a folder. One of more
+    than `max_steps` steps is refused, and one that `output_dir` has a later one of: `latest` would go on from that one next time. Makes
+    `output_dir`. Raises ValueError, FileNotFoundError for a folder that is none.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={output_dir} cannot be made ({error.strerror}); give a folder that you may write to"
+        ) from None
+    if wanted is None:
+        present = checkpoints(output_dir)
+        if present:
+            raise ValueError(
+                f"output_dir={output_dir} holds {present[0].name} of an earlier run; go on with --resume_from_checkpoint {LATEST}, "
+                "or give another output_dir"
+            )
+        return None
+    if wanted not in (LATEST, AUTO):
+        step = check_checkpoint(Path(wanted))
+        latest = newest_complete(output_dir)
+        if latest is not None and _step(latest) > step:
+            raise ValueError(
+                f"resume_from_checkpoint={wanted} is followed by {latest.name} in output_dir={output_dir}, which a later resume "
+                "would take; move the later checkpoints away, or give another output_dir"
+            )
+        return _within(Path(wanted), step, max_steps)
+    found = newest_complete(output_dir)
+    if found is None and wanted == LATEST:
+        raise ValueError(
+            f"resume_from_checkpoint={LATEST}: output_dir={output_dir} holds no complete checkpoint; remove the flag to start anew"
+        )
+    logger.info("resume_from_checkpoint=%s: %s", wanted, found or "no checkpoint yet, starting")
+    return found and _within(found, _step(found), max_steps)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _within(checkpoint: Path, step: int, max_steps: int) -> Path:
+    if step > max_steps:
+        raise ValueError(
+            f"max_steps={max_steps} is less than the {step} steps of checkpoint={checkpoint}; give {step} or more"
+        )
+    return checkpoint
+
+
+def compare_runs(run_json: Path, record: dict) -> dict[str, list]:
+    """What differs in a resumed run from its first part, each with a warning: argument -> [then, now], and the hash of its examples.
+
+    `record` is what the resumed run writes into run.json. Raises FileNotFoundError without the first part's file, and ValueError when the
+    base weights are others: the checkpoint would not belong to them.
+    """
+    if not run_json.is_file():
+        raise FileNotFoundError(f"file={run_json} does not exist; keep run.json beside the checkpoints of its run")
+    try:
+        previous = json.loads(run_json.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"file={run_json} is not JSON ({error}); put the first part's file back") from None
+    then, now = previous["base_sha256_before"], record["base_sha256_before"]
+    if then != now:
+        raise ValueError(
+            f"base_sha256={now[:12]} is not the {then[:12]} that the checkpoint was trained on; give the same "
+            "model_name_or_path, dtype, bf16 and use_peft"
+        )
+    changed = {}
+    then, now = (run["data"].get(EXAMPLES_HASH) for run in (previous, record))
+    if then != now:
+        logger.warning(
+            "%s=%s was %s in the first part of this run: it goes on with other rows", EXAMPLES_HASH, now, then
+        )
+        changed[EXAMPLES_HASH] = [then, now]
+    for owner, arguments in record["arguments"].items():
+        for name, value in arguments.items():
+            old = previous["arguments"].get(owner, {}).get(name)
+            if old != value and name not in MAY_CHANGE:
+                logger.warning("%s=%s was %s in the first part of this run", name, value, old)
+                changed[name] = [old, value]
+    return changed
