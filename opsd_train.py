@@ -37,15 +37,15 @@ def main(argv: list[str]) -> None:
     check_full(args, model_args, mode)
 
     from opsd.handoff import Handoff
-    from opsd.resume import find_resume
+    from opsd.resume import claim_output_dir, find_resume
     from opsd.setup_run import configure_logging, resolve_world
 
     configure_logging()
+    claim_output_dir(Path(args.output_dir), lock=args.process_index == 0)
     checkpoint = find_resume(Path(args.output_dir), args.resume_from_checkpoint, args.max_steps)
     with args.main_process_first(desc="building the world"):
-        resolve_world(
-            data_args, handoff, model_args, Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")
-        )
+        cache = Path(os.environ.get("OPSD_CACHE") or Path.home() / ".cache" / "opsd")
+        resolve_world(data_args, handoff, model_args, cache)
     evaluator = Handoff(ROOT / "eval_aime.py", model_args, handoff, regime, Path(args.output_dir) / "eval", args.bf16)
     if args.process_index == 0:
         if data_args.evaluate_before:

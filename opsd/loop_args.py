@@ -5,7 +5,9 @@ ours but the helpers of method_args.py.
 """
 
 import importlib.util
+import json
 import math
+from pathlib import Path
 
 from opsd.method_args import check
 
@@ -21,7 +23,36 @@ FIXED = {
     "label_smoothing_factor": (0.0, "the loss has no labels"),
     "neftune_noise_alpha": (None, "noise in the embeddings would make rollouts and loss come from different students"),
     "num_train_epochs": (3.0, "it has no effect beside max_steps; set max_steps"),
+    "average_tokens_across_devices": (True, "the loss is one mean over the tokens of all processes"),
+    "train_sampling_strategy": ("random", "the order of the rows follows from seed (data_seed) and step"),
+    "length_column_name": ("length", "the order of the rows follows from seed (data_seed) and step"),
+    "label_names": (None, "the loss has no labels"),
+    "deepspeed": (None, "choose how processes share the model with OPSD_ACCELERATE_CONFIG=zero2 or zero3"),
+    "fsdp": (None, "choose how processes share the model with OPSD_ACCELERATE_CONFIG=fsdp2"),
+    "fsdp_config": (None, "choose how processes share the model with OPSD_ACCELERATE_CONFIG=fsdp2"),
 }  # fmt: skip
+EVALUATION = {
+    "do_eval": False,
+    "do_predict": False,
+    "eval_steps": None,
+    "eval_delay": 0,
+    "eval_on_start": False,
+    "eval_accumulation_steps": None,
+    "per_device_eval_batch_size": 8,
+    "prediction_loss_only": False,
+    "include_for_metrics": [],
+    "batch_eval_metrics": False,
+    "bf16_full_eval": False,
+    "fp16_full_eval": False,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+}
+FIXED |= {
+    name: (default, "training evaluates nothing; score checkpoints with eval_aime.py")
+    for name, default in EVALUATION.items()
+}
+# Arguments that take JSON -> whether they also take the name of a JSON file
+JSON_ARGUMENTS = {"lr_scheduler_kwargs": False, "gradient_checkpointing_kwargs": False, "accelerator_config": True}
 SEEDS = 2**32  # numpy takes no larger one
 
 
@@ -41,6 +72,8 @@ def check_loop(args) -> None:
     for name, (default, reason) in FIXED.items():
         value = getattr(args, name)
         check(value == default, f"{name}={value} must stay {default}: {reason}")
+    for name, may_be_a_file in JSON_ARGUMENTS.items():
+        _check_json(name, getattr(args, name), may_be_a_file)
     # the value is not repeated: it is a secret, and every user of the host can read a command line
     check(
         args.hub_token is None,
@@ -65,7 +98,9 @@ def check_loop(args) -> None:
     for name in ("adam_beta1", "adam_beta2"):
         check(0 <= getattr(args, name) < 1, f"{name}={getattr(args, name)} must be in [0, 1)")
     check(0 < args.adam_epsilon < math.inf, f"adam_epsilon={args.adam_epsilon} must be finite and > 0")
-    check(args.warmup_steps >= 0, f"warmup_steps={args.warmup_steps} must be >= 0 steps; use 0 for none")
+    check(
+        0 <= args.warmup_steps < math.inf, f"warmup_steps={args.warmup_steps} must be >= 0 and finite; use 0 for none"
+    )
     check(
         args.dataloader_num_workers >= 0,
         f"dataloader_num_workers={args.dataloader_num_workers} must be >= 0; use 0 for none",
@@ -76,6 +111,20 @@ def check_loop(args) -> None:
         check(tracker in TRACKERS, f"report_to={tracker} must be one of {', '.join(TRACKERS)}")
         known = tracker == "none" or importlib.util.find_spec(tracker) is not None
         check(known, f"report_to={tracker} needs the package {tracker}; install it, or use report_to=none")
+
+
+def _check_json(name: str, value, may_be_a_file: bool) -> None:
+    if not isinstance(value, str):
+        return
+    text, remedy = value, "give a JSON object" + " or a JSON file" * may_be_a_file
+    if may_be_a_file and not value.startswith("{"):
+        check(Path(value).is_file(), f"{name}={value} is not a file; {remedy}")
+        text = Path(value).read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}={value} is not JSON ({error}); {remedy}") from None
+    check(isinstance(found, dict), f"{name}={value} is not a JSON object; {remedy}")
 
 
 def check_batch(args) -> None:

@@ -1,10 +1,13 @@
 """What a run goes on from, and what may differ from its first part. Between opsd_train.py and checkpoint.py."""
 
+import fcntl
 import json
 import logging
+import os
 from pathlib import Path
 
 from opsd.checkpoint import AUTO, LATEST, check_checkpoint, checkpoints, newest_complete
+from opsd.method_args import check
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +18,34 @@ MAY_CHANGE = (
     "local_rank",
 )  # arguments that say nothing about the result
 EXAMPLES_HASH = "examples_sha256"  # in the counts of data.py
+WRITABLE = "give a folder that you may write to"
+_claims: dict[Path, int] = {}  # descriptors, held until the process ends
+
+
+def claim_output_dir(output_dir: Path, *, lock: bool) -> None:
+    """Makes the folder and, with `lock` (the run's first process), keeps other runs out of it until this process ends.
+
+    The folder itself is locked, so that a refused run leaves no file. Raises ValueError for a folder that cannot be written to or that a
+    live process has claimed.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        check(os.access(output_dir, os.W_OK | os.X_OK), f"output_dir={output_dir} is read-only; {WRITABLE}")
+        if not lock or output_dir.resolve() in _claims:
+            return
+        claim = os.open(output_dir, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"output_dir={output_dir} cannot be made ({error.strerror}); {WRITABLE}") from None
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(claim)
+        raise ValueError(
+            f"output_dir={output_dir} is in use by another run; wait for its end, or give another output_dir"
+        ) from None
+    except OSError as error:  # a file system without locks
+        logger.warning("output_dir=%s cannot be locked (%s): start no second run in it", output_dir, error.strerror)
+    _claims[output_dir.resolve()] = claim
 
 
 def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | None:
@@ -22,15 +53,9 @@ def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | 
 
     `wanted`: None starts a run and refuses a folder that has checkpoints already; `latest` is the newest complete one and an error without
     one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a folder. One of more
-    than `max_steps` steps is refused, and one that `output_dir` has a later one of: `latest` would go on from that one next time. Makes
-    `output_dir`. Raises ValueError, FileNotFoundError for a folder that is none.
+    than `max_steps` steps is refused, and one that `output_dir` has a later one of: `latest` would go on from that one next time. Raises
+    ValueError, and FileNotFoundError for a folder that is none.
     """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={output_dir} cannot be made ({error.strerror}); give a folder that you may write to"
-        ) from None
     if wanted is None:
         present = checkpoints(output_dir)
         if present:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from random_qwen3 import save_adapter, save_model
@@ -15,7 +18,9 @@ from opsd.checkpoint import (
     remove_old,
     staging_dir,
 )
-from opsd.resume import compare_runs, find_resume
+from opsd.resume import claim_output_dir, compare_runs, find_resume
+
+ROOT = Path(checkpoint.__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +112,21 @@ def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path, name):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at all")
     with pytest.raises(ValueError, match="output_dir=.* cannot be made .*give a folder"):
-        find_resume(tmp_path / name, None, 100)
+        claim_output_dir(tmp_path / name, lock=False)
+
+
+def test_a_second_run_stays_out_until_the_first_has_ended(tmp_path):
+    code = "import sys; from pathlib import Path; from opsd.resume import claim_output_dir as claim"
+    code += "; claim(Path(sys.argv[1]), lock=True); print('claimed', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        assert first.stdout.readline() == "claimed\n"
+        claim_output_dir(tmp_path / "run", lock=False)  # the other processes of a run
+        with pytest.raises(ValueError, match="output_dir=.*/run is in use by another run; .*another output_dir"):
+            claim_output_dir(tmp_path / "run", lock=True)
+        first.kill()
+    assert list((tmp_path / "run").iterdir()) == []
+    claim_output_dir(tmp_path / "run", lock=True)
 
 
 def test_a_step_that_is_trained_again_replaces_its_checkpoint(tmp_path, adapter):
