@@ -17,6 +17,7 @@ MAY_CHANGE = (
     "disable_tqdm",
     "local_rank",
 )  # arguments that say nothing about the result
+TRAINED = ("adapter", "model")  # what a finished run leaves
 EXAMPLES_HASH = "examples_sha256"  # in the counts of data.py
 WRITABLE = "give a folder that you may write to"
 _claims: dict[Path, int] = {}  # descriptors, held until the process ends
@@ -58,12 +59,12 @@ def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | 
     """
     if wanted is None:
         present = checkpoints(output_dir)
-        if present:
-            raise ValueError(
-                f"output_dir={output_dir} holds {present[0].name} of an earlier run; go on with --resume_from_checkpoint {LATEST}, "
-                "or give another output_dir"
-            )
-        return None
+        check(
+            not present,
+            f"output_dir={output_dir} holds {present and present[0].name} of an earlier run; go on with --resume_from_checkpoint "
+            f"{LATEST}, or give another output_dir",
+        )
+        return _start_anew(output_dir)
     if wanted not in (LATEST, AUTO):
         step = check_checkpoint(Path(wanted))
         latest = newest_complete(output_dir)
@@ -79,7 +80,15 @@ def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | 
             f"resume_from_checkpoint={LATEST}: output_dir={output_dir} holds no complete checkpoint; remove the flag to start anew"
         )
     logger.info("resume_from_checkpoint=%s: %s", wanted, found or "no checkpoint yet, starting")
-    return found and _within(found, _step(found), max_steps)
+    return _within(found, _step(found), max_steps) if found else _start_anew(output_dir)
+
+
+def _start_anew(output_dir: Path) -> None:
+    for name in TRAINED:
+        check(
+            not (output_dir / name).exists(),
+            f"output_dir={output_dir} holds the {name} of a finished run without checkpoints; give another output_dir",
+        )
 
 
 def _step(checkpoint: Path) -> int:

@@ -115,6 +115,13 @@ def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path, name):
         claim_output_dir(tmp_path / name, lock=False)
 
 
+@pytest.mark.parametrize("wanted", [None, "auto"])
+def test_a_finished_run_without_checkpoints_is_not_written_over(tmp_path, wanted):
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ValueError, match="holds the adapter of a finished run without checkpoints; give another"):
+        find_resume(tmp_path, wanted, 100)
+
+
 def test_a_second_run_stays_out_until_the_first_has_ended(tmp_path):
     code = "import sys; from pathlib import Path; from opsd.resume import claim_output_dir as claim"
     code += "; claim(Path(sys.argv[1]), lock=True); print('claimed', flush=True); sys.stdin.read()"
