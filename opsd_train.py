@@ -72,7 +72,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
     from opsd.checkpoint import save_complete, staging_dir
     from opsd.data import load_training_examples
     from opsd.model import check_model_args, load_tokenizer
-    from opsd.resume import compare_runs
+    from opsd.resume import TRAINED, compare_runs
     from opsd.schedule import learning_rates, plot_learning_rates
     from opsd.setup_run import build_trainer, preview_prompts, run_record, write_run
     from opsd.teacher_load import check_teacher
@@ -111,7 +111,7 @@ def train(data_args, args, handoff, model_args, checkpoint: Path | None) -> Path
             write_run(trainer, record, "stopped", steps=trainer.state.global_step)
             logging.getLogger("opsd").warning("to go on: the same command with --resume_from_checkpoint latest")
             return None
-        name = "adapter" if model_args.use_peft else "model"
+        name = TRAINED[model_args.use_peft]
         trained = save_complete(trainer, name, lambda: trainer.save_model(str(staging_dir(output_dir) / name)))
         if average is not None:
             save_complete(trainer, ADAPTER, lambda: average.write_adapter(trainer, staging_dir(output_dir) / ADAPTER))

@@ -29,8 +29,8 @@ REPLACED = ".replaced"
 ADAPTERS, LOCK = ".opsd-adapter-", ".lock"
 PICKLED_ARGUMENTS = "training_args.bin"  # transformers writes it, nobody reads it; run.json has the arguments as text
 STATE = "trainer_state.json"
-LATEST, AUTO = "latest", "auto"
 _NAME = re.compile(r"checkpoint-(\d+)")
+LATEST, AUTO = "latest", "auto"
 
 
 def staging_dir(output_dir: Path) -> Path:
@@ -120,13 +120,20 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoint-N folders of a run, newest step first; complete or not."""
     if not Path(output_dir).is_dir():
         return []
-    found = [(int(match[1]), path) for path in Path(output_dir).iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+    found = [path for path in Path(output_dir).iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
 
 
-def newest_complete(output_dir: Path) -> Path | None:
-    """The complete checkpoint of the largest step; damaged ones are passed over with a warning."""
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in the name of a checkpoint-N folder."""
+    return int(_NAME.fullmatch(checkpoint.name)[1])
+
+
+def newest_complete(output_dir: Path, *, after: int = -1) -> Path | None:
+    """The complete checkpoint of the largest step beyond `after`; damaged ones are passed over with a warning."""
     for path in checkpoints(output_dir):
+        if step_of(path) <= after:
+            return None
         try:
             check_checkpoint(path)
         except (ValueError, FileNotFoundError) as error:

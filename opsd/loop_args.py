@@ -7,50 +7,48 @@ ours but the helpers of method_args.py.
 import importlib.util
 import json
 import math
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from opsd.method_args import check
 
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
-# Arguments that must keep their default -> (the default, why)
+# Arguments that must keep their default -> why
 FIXED = {
-    "remove_unused_columns": (False, "rows hold our own columns"),
-    "dataloader_pin_memory": (False, "rows are lists of token ids, not tensors"),
-    "push_to_hub": (False, "nothing is uploaded by a training run; upload the adapter by hand"),
-    "auto_find_batch_size": (False, "it would change the batch; lower micro_batch_size"),
-    "load_best_model_at_end": (False, "training computes no score to choose by; evaluate the checkpoints with eval_aime.py"),
-    "fp16": (False, "float16 loses small gradients; use dtype bfloat16 or float32"),
-    "label_smoothing_factor": (0.0, "the loss has no labels"),
-    "neftune_noise_alpha": (None, "noise in the embeddings would make rollouts and loss come from different students"),
-    "num_train_epochs": (3.0, "it has no effect beside max_steps; set max_steps"),
-    "average_tokens_across_devices": (True, "the loss is one mean over the tokens of all processes"),
-    "train_sampling_strategy": ("random", "the order of the rows follows from seed (data_seed) and step"),
-    "length_column_name": ("length", "the order of the rows follows from seed (data_seed) and step"),
-    "label_names": (None, "the loss has no labels"),
-    "deepspeed": (None, "choose how processes share the model with OPSD_ACCELERATE_CONFIG=zero2 or zero3"),
-    "fsdp": (None, "choose how processes share the model with OPSD_ACCELERATE_CONFIG=fsdp2"),
-    "fsdp_config": (None, "choose how processes share the model with OPSD_ACCELERATE_CONFIG=fsdp2"),
+    "remove_unused_columns": "rows hold our own columns",
+    "dataloader_pin_memory": "rows are lists of token ids, not tensors",
+    "push_to_hub": "nothing is uploaded by a training run; upload the adapter by hand",
+    "auto_find_batch_size": "it would change the batch; lower micro_batch_size",
+    "load_best_model_at_end": "training computes no score to choose by; evaluate the checkpoints with eval_aime.py",
+    "fp16": "float16 loses small gradients; use dtype bfloat16 or float32",
+    "label_smoothing_factor": "the loss has no labels",
+    "neftune_noise_alpha": "noise in the embeddings would make rollouts and loss come from different students",
+    "num_train_epochs": "it has no effect beside max_steps; set max_steps",
+    "average_tokens_across_devices": "the loss is one mean over the tokens of all processes",
+    "train_sampling_strategy": "the order of the rows follows from seed (data_seed) and step",
+    "length_column_name": "the order of the rows follows from seed (data_seed) and step",
+    "label_names": "the loss has no labels",
+    "deepspeed": "choose how processes share the model with OPSD_ACCELERATE_CONFIG=zero2 or zero3",
+    "fsdp": "choose how processes share the model with OPSD_ACCELERATE_CONFIG=fsdp2",
+    "fsdp_config": "choose how processes share the model with OPSD_ACCELERATE_CONFIG=fsdp2",
 }  # fmt: skip
-EVALUATION = {
-    "do_eval": False,
-    "do_predict": False,
-    "eval_steps": None,
-    "eval_delay": 0,
-    "eval_on_start": False,
-    "eval_accumulation_steps": None,
-    "per_device_eval_batch_size": 8,
-    "prediction_loss_only": False,
-    "include_for_metrics": [],
-    "batch_eval_metrics": False,
-    "bf16_full_eval": False,
-    "fp16_full_eval": False,
-    "metric_for_best_model": None,
-    "greater_is_better": None,
-}
-FIXED |= {
-    name: (default, "training evaluates nothing; score checkpoints with eval_aime.py")
-    for name, default in EVALUATION.items()
-}
+EVALUATION = (
+    "do_eval",
+    "do_predict",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "eval_accumulation_steps",
+    "per_device_eval_batch_size",
+    "prediction_loss_only",
+    "include_for_metrics",
+    "batch_eval_metrics",
+    "bf16_full_eval",
+    "fp16_full_eval",
+    "metric_for_best_model",
+    "greater_is_better",
+)
+FIXED |= dict.fromkeys(EVALUATION, "training evaluates nothing; score checkpoints with eval_aime.py")
 # Arguments that take JSON -> whether they also take the name of a JSON file
 JSON_ARGUMENTS = {"lr_scheduler_kwargs": False, "gradient_checkpointing_kwargs": False, "accelerator_config": True}
 SEEDS = 2**32  # numpy takes no larger one
@@ -69,8 +67,9 @@ class PlainCpu:
 def check_loop(args) -> None:
     """Raises ValueError naming the first inherited argument that is out of range or ruled out."""
     check(bool(args.output_dir.strip()), "output_dir='' must name a folder; leave it out for its default")
-    for name, (default, reason) in FIXED.items():
-        value = getattr(args, name)
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(args)}
+    for name, reason in FIXED.items():
+        value, default = getattr(args, name), defaults[name]
         check(value == default, f"{name}={value} must stay {default}: {reason}")
     for name, may_be_a_file in JSON_ARGUMENTS.items():
         _check_json(name, getattr(args, name), may_be_a_file)

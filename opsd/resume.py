@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from opsd.checkpoint import AUTO, LATEST, check_checkpoint, checkpoints, newest_complete
+from opsd.checkpoint import AUTO, LATEST, check_checkpoint, checkpoints, newest_complete, step_of
 from opsd.method_args import check
 
 logger = logging.getLogger(__name__)
@@ -17,8 +17,7 @@ MAY_CHANGE = (
     "disable_tqdm",
     "local_rank",
 )  # arguments that say nothing about the result
-TRAINED = ("adapter", "model")  # what a finished run leaves
-EXAMPLES_HASH = "examples_sha256"  # in the counts of data.py
+TRAINED = {True: "adapter", False: "model"}  # use_peft -> the folder that a finished run leaves
 WRITABLE = "give a folder that you may write to"
 _claims: dict[Path, int] = {}  # descriptors, held until the process ends
 
@@ -52,23 +51,24 @@ def claim_output_dir(output_dir: Path, *, lock: bool) -> None:
 def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
-    `wanted`: None starts a run and refuses a folder that has checkpoints already; `latest` is the newest complete one and an error without
-    one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a folder. One of more
-    than `max_steps` steps is refused, and one that `output_dir` has a later one of: `latest` would go on from that one next time. Raises
-    ValueError, and FileNotFoundError for a folder that is none.
+    `wanted`: None starts a run and refuses a folder that has checkpoints or a finished run already; `latest` is the newest complete one and
+    an error without one; `auto` is the same but starts anew when there is none, for schedulers that repeat a command; anything else is a
+    folder. One of more than `max_steps` steps is refused, and one that `output_dir` has a later one of: `latest` would go on from that one
+    next time. Raises ValueError, and FileNotFoundError for a folder that is none.
     """
     if wanted is None:
         present = checkpoints(output_dir)
-        check(
-            not present,
-            f"output_dir={output_dir} holds {present and present[0].name} of an earlier run; go on with --resume_from_checkpoint "
-            f"{LATEST}, or give another output_dir",
-        )
-        return _start_anew(output_dir)
+        if present:
+            raise ValueError(
+                f"output_dir={output_dir} holds {present[0].name} of an earlier run; go on with --resume_from_checkpoint {LATEST}, "
+                "or give another output_dir"
+            )
+        _refuse_trained(output_dir)
+        return None
     if wanted not in (LATEST, AUTO):
         step = check_checkpoint(Path(wanted))
-        latest = newest_complete(output_dir)
-        if latest is not None and _step(latest) > step:
+        latest = newest_complete(output_dir, after=step)
+        if latest is not None:
             raise ValueError(
                 f"resume_from_checkpoint={wanted} is followed by {latest.name} in output_dir={output_dir}, which a later resume "
                 "would take; move the later checkpoints away, or give another output_dir"
@@ -80,19 +80,18 @@ def find_resume(output_dir: Path, wanted: str | None, max_steps: int) -> Path | 
             f"resume_from_checkpoint={LATEST}: output_dir={output_dir} holds no complete checkpoint; remove the flag to start anew"
         )
     logger.info("resume_from_checkpoint=%s: %s", wanted, found or "no checkpoint yet, starting")
-    return _within(found, _step(found), max_steps) if found else _start_anew(output_dir)
+    if found is None:
+        _refuse_trained(output_dir)
+        return None
+    return _within(found, step_of(found), max_steps)
 
 
-def _start_anew(output_dir: Path) -> None:
-    for name in TRAINED:
+def _refuse_trained(output_dir: Path) -> None:
+    for name in TRAINED.values():
         check(
             not (output_dir / name).exists(),
             f"output_dir={output_dir} holds the {name} of a finished run without checkpoints; give another output_dir",
         )
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _within(checkpoint: Path, step: int, max_steps: int) -> Path:
@@ -122,12 +121,10 @@ def compare_runs(run_json: Path, record: dict) -> dict[str, list]:
             "model_name_or_path, dtype, bf16 and use_peft"
         )
     changed = {}
-    then, now = (run["data"].get(EXAMPLES_HASH) for run in (previous, record))
+    then, now = previous["data"].get("examples_sha256"), record["data"]["examples_sha256"]
     if then != now:
-        logger.warning(
-            "%s=%s was %s in the first part of this run: it goes on with other rows", EXAMPLES_HASH, now, then
-        )
-        changed[EXAMPLES_HASH] = [then, now]
+        logger.warning("examples_sha256=%s was %s in the first part of this run: it goes on with other rows", now, then)
+        changed["examples_sha256"] = [then, now]
     for owner, arguments in record["arguments"].items():
         for name, value in arguments.items():
             old = previous["arguments"].get(owner, {}).get(name)
