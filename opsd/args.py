@@ -230,6 +230,9 @@ class OPSDConfig(MethodArgs, PlainCpu, TrainingArguments):
         )
         for url in self.vllm_server_urls or []:
             check_address("vllm_server_urls", url)
+        for name in ("vllm_sleep", "vllm_load_format", "vllm_gpu_memory_utilization"):
+            read = self.rollout_engine == "vllm" or getattr(self, name) == getattr(OPSDConfig, name)
+            _check(read, f"{name}={getattr(self, name)} is read by rollout_engine=vllm only; leave it out")
         _check(
             not (server and self.rollout_sync == "merged"),
             "rollout_sync=merged is not possible with rollout_engine=vllm_server, which receives adapters only; use vllm",

@@ -41,11 +41,16 @@ def write_json(path: Path, obj: object) -> None:
     write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def _need_file(path: Path, kind: str) -> None:
+    if not path.is_file():
+        found = "is not a file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"file={path} {found}; give an existing {kind} file")
+
+
 def read_json(path: Path) -> dict:
     """One JSON object. Raises FileNotFoundError or ValueError naming the file."""
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"file={path} does not exist; give an existing .json file")
+    _need_file(path, ".json")
     try:
         value = json.loads(path.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -88,8 +93,7 @@ def read_jsonl(path: Path) -> list[dict]:
     Raises FileNotFoundError without the file and ValueError, naming the line, for anything else that is not JSON.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"file={path} does not exist; give an existing .jsonl file")
+    _need_file(path, ".jsonl")
     lines = path.read_bytes().split(b"\n")
     torn = lines.pop()
     if torn:

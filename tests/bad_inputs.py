@@ -116,6 +116,8 @@ CONTRADICTIONS = [
     ({"rollout_engine": "vllm_server"}, ["vllm_server_urls=None", "rollout_engine=vllm_server"]),
     ({"rollout_engine": "vllm_server", "vllm_server_urls": "http://key@host:1"}, ["vllm_server_urls=http://", "without a key"]),
     ({"rollout_engine": "vllm_server", "vllm_server_urls": "http://h:1", "rollout_sync": "merged"}, ["rollout_sync=merged"]),
+    ({"rollout_engine": "transformers", "vllm_sleep": "true"}, ["vllm_sleep=true is read by rollout_engine=vllm only"]),
+    ({"rollout_engine": "transformers", "vllm_load_format": "dummy"}, ["vllm_load_format=dummy is read by rollout_engine=vllm only"]),
     ({"recompute": "false", "gradient_checkpointing": "true"}, ["gradient_checkpointing=true", "recompute=false"]),
     ({"position_gap": "true", "packing": "true"}, ["position_gap=true", "packing=true"]),
     ({"clip_mode": "none", "entry_clip": "0.05"}, ["entry_clip=0.05", "clip_mode=none"]),

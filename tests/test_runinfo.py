@@ -86,6 +86,8 @@ def test_any_other_bad_line_is_named(tmp_path, line):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist; give an existing .jsonl"):
         read_jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(FileNotFoundError, match="is not a file; give an existing .jsonl"):
+        read_jsonl(tmp_path)
 
 
 def test_digests(tmp_path):
